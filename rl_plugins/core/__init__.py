@@ -1,1 +1,1 @@
-"""The contract: all that the author of a method, or of an adapter, builds on. It imports nothing else of the package."""
+"""The contract: what authors of methods and of adapters build on. It imports nothing else of the package."""

@@ -195,7 +195,7 @@ class Denoise:
         model: "policy", or "cheap": the run's cheap copy.
         noise_scale: factor on the noise of the first step; its log-density is still that of factor 1. Other values than
             1 reproduce code that does so; samples are then not those of the policy.
-        seed: of the noise, beside the seed of the sample.
+        seed: of the noise, in addition to the seed of the sample.
     """
 
     sample: Sample

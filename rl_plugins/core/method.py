@@ -194,30 +194,30 @@ class Method:
         independent_rollouts: its program makes the rollouts of a prompt with
             `rl_plugins.core.redundancy.independent`, so redundant ones can be closed.
         corrects_sampling: its loss, or its advantages, hold the weight of the sampling policy (current or old over
-            rollout log-probs). The host's own such correction and a second such method are refused beside it: the
+            rollout log-probs). The host's own such correction and a second such method are refused with it: the
             weight would count twice.
         proximal_old_logprobs: its loss needs old log-probs of a policy of their own, at the start of the step; a host
-            that uses the rollout log-probs in their place (verl's `bypass_mode`) is refused beside it.
+            that uses the rollout log-probs in their place (verl's `bypass_mode`) is refused with it.
         generating_logprobs: its loss needs old log-probs by the weights that generated each token. A host that keeps
             older weights computes them (`Run.keeps_versions`); elsewhere all old log-probs are of the newest weights.
         replays: its plans give completions that an older policy sampled, so updates are off-policy.
         forces_tokens: its rollouts train tokens that were not sampled in their place (argmax, grafted, given by another
             model), so no importance weight of the sampling policy exists for them; corrections that would need one are
-            refused beside it.
+            refused with it.
         in_eval: hooks that also act in evaluation.
         trains: False: the method makes no optimizer step at all.
         aggregation: "host" (per-token losses are averaged as the host would) or "sum" (the objective brings its own
             weights: plain sum over the optimizer step).
         steps_hold_whole_groups: `before_update` needs complete groups in every optimizer step.
         plans_stay_together: True: prompts that were planned together must be in one batch when they are rewarded and
-            trained. Modes that take groups one by one out of a buffer or a queue (verl's asynchronous modes, TRL's asynchronous
-            trainer) refuse it, and so does a method with `admit`, which lets groups wait for a later batch.
+            trained. Modes that take groups one by one out of a buffer or a queue (verl's asynchronous modes, TRL's
+            asynchronous trainer) refuse it, and so does a method with `admit`, which lets groups wait for a later batch.
         stops: True: it may end the run (`stop`).
         idle: signs in its metrics that it did nothing in a batch, where that can happen in a run that looks healthy.
         state_version: raised when the meaning of the state changes.
 
     What a reader who chooses is told (the paper, when to use it, its cost, an example of the parameters that must be
-    given) is data, `NAME.toml` beside the class; `rl-plugins new` writes one. A method works without it.
+    given) is data, `NAME.toml` next to the class; `rl-plugins new` writes one. A method works without it.
     """
 
     name: ClassVar[str] = ""
@@ -320,7 +320,7 @@ class Method:
         """Returns a term per token, (rows, time), added to the loss and aggregated like it."""
         raise MethodError(self._unclaimed("regularize"))
 
-    # ---- on paper
+    # ---- expected sizes
 
     def budget(self, budget: Budget, run: Run) -> Budget | Sequence[Budget]:
         """What batches come to with this method, for `rl-plugins doctor` and dry runs: `budget` changed relative to

@@ -7,7 +7,7 @@
 
 Values arrive from Python, YAML and the command line. They are parsed strictly by the declared type, because YAML gives
 `1e-3` as a string and a command line gives everything as one; what does not fit is an error that names the parameter.
-So is a parameter that has no effect beside the others: `only_if` says when it has one.
+So is a parameter that has no effect with the others: `only_if` says when it has one.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def param(
         help: one line, shown by `rl-plugins info`.
         gt, ge, lt, le: limits of a number, or of every number of a tuple.
         allow_inf: infinity is a legal value (NaN never is).
-        only_if: beside which other parameters this one has an effect: `{"scale": ("mad", "std"), "clip": GIVEN}` (all
+        only_if: with which other parameters this one has an effect: `{"scale": ("mad", "std"), "clip": GIVEN}` (all
             of them), or a sequence of such mappings (any of them). Where that does not hold, a value other than the
             default is refused. The default is not, because it asks for nothing that does not happen.
         example: "module:attribute" of a function that serves, shown by `rl-plugins info`.
@@ -97,7 +97,7 @@ class MethodParams:
     """Base of every method's `Params`. Values are checked on construction, so no method sees an illegal one.
 
     Raises:
-        ConfigError: a value of the wrong type or out of range, or one that has no effect beside the others; the
+        ConfigError: a value of the wrong type or out of range, or one that has no effect with the others; the
             message names the parameter, the value given and what is allowed. `check()` may be overridden for further
             conditions between parameters.
     """
@@ -117,7 +117,7 @@ class MethodParams:
 
 
 def has_effect(params: MethodParams, name: str) -> bool:
-    """Whether a parameter can change anything beside the others, as its `only_if` says."""
+    """Whether a parameter can change anything with the others, as its `only_if` says."""
     conditions = type(params).__dataclass_fields__[name].metadata.get("only_if", ())
     return not conditions or any(_holds(params, condition) for condition in conditions)
 

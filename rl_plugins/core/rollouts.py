@@ -145,7 +145,7 @@ class Plan(Replaceable):
 
 @dataclass(frozen=True)
 class Budget(Replaceable):
-    """What every generation batch comes to on paper, before the run (`Method.budget`). Pairs are (least, most), both
+    """How large every generation batch will be, before the run (`Method.budget`). Pairs are (least, most), both
     included.
 
     Args:

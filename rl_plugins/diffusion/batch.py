@@ -115,20 +115,20 @@ class BatchMaker:
         plan: list[PlanRow] = []
         rows: list[LocalRow] = []
         every: list[tuple[int, int, Outline]] = []  # rank, place among its rows, what it is
-        books: list[Rounds] = []  # on the driver only
+        rounds_of_batch: list[Rounds] = []  # on the driver only
 
         def more() -> tuple[PlanRow, ...]:
-            if not books:
+            if not rounds_of_batch:
                 c = self.config
                 proposal, size = self.proposal(self.stack.batch), len(self.dataset)
                 first = first_plan(self.stack, proposal, c.group_size, c.batch_rows, size, self.dataset).rows
-                books.append(Rounds(self.stack, first, c.group_size, c.batch_rows, size))
+                rounds_of_batch.append(Rounds(self.stack, first, c.group_size, c.batch_rows, size))
                 asked = first
             elif not in_rounds(self.stack):
                 return ()
             else:
                 group, reward = self._so_far(plan, every)
-                asked = books[0].more(group, reward)
+                asked = rounds_of_batch[0].more(group, reward)
             check_plan(asked)
             return asked
 

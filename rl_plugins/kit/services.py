@@ -62,7 +62,7 @@ class NotAsked(Failure):
 
 
 def failures(answers: Sequence[Any]) -> list[Failure]:
-    """The questions among these answers of `ask` that were asked in vain."""
+    """The questions among these answers of `ask` that failed."""
     return [a for a in answers if isinstance(a, Failure) and not isinstance(a, NotAsked)]
 
 
@@ -367,7 +367,7 @@ class Endpoint:
     What is judged stands in the message, and a judge may quote it, so a number that stands anywhere in a reply may be
     one that the judged text put there. `reply` says where the verdict is:
 
-        marked   between two marks that are made anew for each request, so that no text can hold them, and that the end
+        marked   between two marks that are new for each request, so that no text can hold them, and that the end
                  of the message names (the default)
         json     in a JSON object, which is the whole reply: the server is asked for it by `response_format` with a
                  schema. The better way where the server can

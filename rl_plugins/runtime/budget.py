@@ -1,4 +1,4 @@
-"""What the batches of a run come to on paper: prompts, rollouts and rounds, as the methods say before it starts."""
+"""How large the batches of a run will be: prompts, rollouts and rounds, as the methods say before it starts."""
 
 from __future__ import annotations
 

@@ -181,8 +181,8 @@ def _wrong_corrections(stack: MethodStack, host: HostCapabilities, options: Mapp
     for m in stack.methods:
         if m.proximal_old_logprobs and host.rollout_as_old:
             problems.append(
-                f"`{m.name}` needs log-probs of the policy at the start of the step beside those of the policy that "
-                f"sampled, and {host.rollout_as_old} makes them the same. Turn it off, or remove `{m.name}`."
+                f"`{m.name}` needs log-probs of the policy at the start of the step in addition to those of the policy "
+                f"that sampled, and {host.rollout_as_old} makes them the same. Turn it off, or remove `{m.name}`."
             )
     forcing = next((m.name for m in stack.methods if m.forces_tokens), None)
     if forcing is None:

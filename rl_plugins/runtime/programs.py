@@ -320,7 +320,7 @@ async def drive(program: Running, engine: AsyncEngine) -> list[list[Trajectory]]
     finally:
         for task in under_way.values():
             if not task.cancel() and not task.cancelled():
-                task.exception()  # one that failed beside another is not reported again
+                task.exception()  # one that failed after another is not reported again
         program.close()
 
 

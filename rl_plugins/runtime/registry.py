@@ -120,8 +120,8 @@ def select(methods: Any, method_params: Any = None) -> NamedMethods:
     """Expands bundles and vetoes, and checks that every parameter belongs to a method that is enabled.
 
     Raises:
-        ConfigError: unknown or vetoed name, a name with two origins, a bundle named beside its part, parameters of a
-            method that is not enabled. Parameters themselves are checked when the method is built.
+        ConfigError: unknown or vetoed name, a name with two origins, a bundle named together with its part, parameters
+            of a method that is not enabled. Parameters themselves are checked when the method is built.
     """
     named, params = parse_methods(methods), parse_method_params(method_params)
     vetoed = {n[1:] for n in named if n.startswith("-")}
@@ -435,7 +435,7 @@ def _member(name: str) -> Any:
 
 
 def _entry_points() -> Any:
-    """What is installed now: read anew when a folder of `sys.path` has changed, for it takes reading every package."""
+    """What is installed now: read again when a folder of `sys.path` has changed, for it takes reading every package."""
     return _read_entry_points(tuple((folder, _changed(folder)) for folder in sys.path))
 
 

@@ -13,7 +13,7 @@ from rl_plugins.runtime.stack import MethodStack
 
 
 class Rounds:
-    """The books of one batch, on the driver: what was planned, what may still be trained, and when it ends.
+    """The account of one batch, on the driver: what was planned, what may still be trained, and when it ends.
 
     Args:
         stack: the methods.

@@ -6,10 +6,10 @@ With `RL_PLUGINS_SECONDS=1` in the environment the hosts log of every step `rl_p
     driver    planning, the decision, the methods' hooks
     gather    rows and decisions between processes
     split     the decision, cut and applied
-    programs  rollout programs and the books of their trajectories
+    programs  rollout programs and the provenance of their tokens
     update    `before_update` and the hooks in the loss, without their backward pass; on a GPU what it takes to launch
 
-What a part spends inside the host's own functions is not counted, so `rl_plugins/seconds` beside the host's time of a
+What a part spends inside the host's own functions is not counted, so `rl_plugins/seconds` next to the host's time of a
 step is what a run without methods would not spend. Off by default: a time differs from run to run, and where reading
 the clock of a process is slow (some sandboxes), it took 7 % of a run with agents.
 """

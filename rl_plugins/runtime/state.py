@@ -4,7 +4,7 @@ The files are in a folder `rl_plugins/` inside the host's own checkpoint. One ch
 covers every byte behind it, and among those the checksum of the tensors, so damage of either file is seen before
 anything is read out of them.
 
-A save writes a new folder beside the old one, flushes it to the disk and renames it. A crash at any point leaves the
+A save writes a new folder next to the old one, flushes it to the disk and renames it. A crash at any point leaves the
 old state or the new one. Between the two renames neither has its name; loading then finds them under
 `rl_plugins.writing` (the newer one) and `rl_plugins.before`.
 """
@@ -79,7 +79,7 @@ def load_state(checkpoint: str | os.PathLike[str]) -> dict[str, Any] | None:
             return _read(found)
     if folder.with_name(BEFORE).exists():
         raise StateError(
-            f"The state of the methods in {folder} is missing, and what an interrupted save left beside it, {BEFORE}, "
+            f"The state of the methods in {folder} is missing, and what an interrupted save left next to it, {BEFORE}, "
             f"is not whole. Resume from an older checkpoint. Nothing was trained or overwritten."
         )
     return None

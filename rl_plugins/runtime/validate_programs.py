@@ -81,7 +81,7 @@ def row_problem(row: Trajectory, prompt: Prompt, vocabulary: int | None) -> str:
 
 
 def told_problem(row: Any, reward_names: Sequence[str], what: str) -> str:
-    """What a program says of a row beside its tokens: rewards, `meta` and `group`.
+    """What a program says of a row in addition to its tokens: rewards, `meta` and `group`.
 
     Args:
         reward_names: of the run.

@@ -1,4 +1,4 @@
-"""Training that runs beside generation, as a discrete-event simulation without a model: throughput and staleness.
+"""Training that runs during generation, as a discrete-event simulation without a model: throughput and staleness.
 
 from functools import partial
 from rl_plugins.methods.areal import capacity

@@ -47,7 +47,7 @@ class SimulatedBatch:
         read: tokens of resumed rollouts that were read again.
         trained: groups, complete.
         waiting: groups after it.
-        fresh, resumed, restarted: groups begun, that went on, and that were begun anew.
+        fresh, resumed, restarted: groups begun, that went on, and that were begun again.
         dropped: groups given up before the batch, or lost after it.
         given_up: tokens of groups that were restarted, dropped or lost.
     """

@@ -1,1 +1,1 @@
-"""What acts before, beside or after a run and is no method: a function, a class or a command that you call."""
+"""What acts before, during or after a run and is no method: a function, a class or a command that you call."""

@@ -206,7 +206,7 @@ def template_of(model: str, processor: Any, revision: str | None = None) -> bool
     """
     if processor is not None:
         return any(getattr(p, "chat_template", None) for p in (processor, getattr(processor, "tokenizer", None)))
-    if not model:  # made in memory, and TRL will look for its tokenizer in vain
+    if not model:  # made in memory, and TRL will not find its tokenizer
         return None
     if Path(model).is_dir():
         return has_template(model)

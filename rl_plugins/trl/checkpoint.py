@@ -161,7 +161,7 @@ class RunCallback(TrainerCallback):
             save_run(checkpoint, content, self.trainer.state.global_step, **notes)
 
     def content(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state to save now, and notes beside it."""
+        """The state to save now, and notes with it."""
         raise NotImplementedError
 
     @property
@@ -270,6 +270,6 @@ class MethodsCallback(RunCallback):
         elif passes:
             raise StateError(
                 f"The checkpoint {self.resume_from} is in pass {passes + 1} over a stream (epoch {t.state.epoch:.2f}), "
-                f"and TRL would begin that pass anew. Resume from a checkpoint of the first pass, start a new run from "
-                f"the checkpoint's weights, or give the dataset as one with random access."
+                f"and TRL would begin that pass again. Resume from a checkpoint of the first pass, start a new run "
+                f"from the checkpoint's weights, or give the dataset as one with random access."
             )

@@ -411,7 +411,7 @@ def _frac_zero_std(groups: Groups, reward: Tensor) -> float:
 
 
 def keep_sum_squared_probs(batch: Batch) -> None:
-    """What verl's engine computed beside the log-probs, of the tokens of the responses."""
+    """What verl's engine computed in addition to the log-probs, of the tokens of the responses."""
     rows = fetch(batch, ["sum_pi_squared", "response_mask"])
     values = response_from_nested(rows["sum_pi_squared"], rows["response_mask"])
     put(batch, {TOKEN_COLUMNS["sum_squared_probs"]: values})

@@ -220,7 +220,7 @@ def _early_run(read: Reader, settings: Settings) -> Run:
 
 
 def _makes_rollouts_itself(read: Reader) -> str | None:
-    """What beside a rollout program would make the rollouts, and what to change."""
+    """What else than a rollout program would make the rollouts, and what to change."""
     rollout = "actor_rollout_ref.rollout"
     loop, manager = read(f"{rollout}.agent.default_agent_loop", SINGLE_TURN), read(MANAGER)
     tools = ("tool_config_path", "function_tool_path", "interaction_config_path")
@@ -476,7 +476,7 @@ def _refused(stack: MethodStack, read: Reader) -> Iterator[str]:
         )
     if read("distillation.enabled", False):
         names = ", ".join(f"`{n}`" for n in stack.names)
-        yield f"{names}: methods are not served beside distillation, which has a loss of its own. Set it off."
+        yield f"{names}: methods are not served together with distillation, which has a loss of its own. Set it off."
     strategy = read("actor_rollout_ref.actor.strategy")
     if strategy not in TESTED_ENGINES and not untested_allowed():
         yield (

@@ -1,8 +1,8 @@
 """verl's SFT trainer with the loss of OTR: `torchrun -m rl_plugins.verl.otr`, then the options of verl's own.
 
 `+otr.NAME=VALUE` sets a parameter of rl_plugins.tools.supervised.otr. verl's FSDP engine has a hook for distillation:
-with two flags on the batch it hands its logits to the loss object before it calls that for the loss. So verl is not changed,
-and its log-probs are not computed. Validation has no flags and stays verl's cross-entropy.
+with two flags on the batch it hands its logits to the loss object before it calls that for the loss. So verl is not
+changed, and its log-probs are not computed. Validation has no flags and stays verl's cross-entropy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The `verl.plugins` entry point, loaded at the end of `import verl` in every process of a run.
 
 It only places actions that run when their module of verl is imported (0.1 ms, any order of plugins); changes.py lists
-what they change. In the driver the config is checked before Ray starts; trainers are registered beside verl's own; on
+what they change. In the driver the config is checked before Ray starts; trainers are registered next to verl's own; on
 machines without an accelerator (VERL_PLATFORM=cpu) the CPU platform is registered.
 
 verl reports a plugin that fails at DEBUG level only. So a failure is printed here, and a run that names methods then

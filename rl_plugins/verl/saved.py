@@ -15,7 +15,7 @@ COUNTED = "rl_plugins_costs"  # folder in a checkpoint, with the costs that a ru
 
 
 def check_tracker(config: Any) -> None:
-    """Refuses a tracker file from which verl could not resume, or beside which it would silently begin again.
+    """Refuses a tracker file from which verl could not resume, or with which it would silently begin again.
 
     verl writes the file in place, so a kill can leave it empty.
 
@@ -42,7 +42,7 @@ def check_tracker(config: Any) -> None:
     whole = sorted(int(f.parent.name.rsplit("_", 1)[1]) for f in tracker.parent.glob("global_step_*/data.pt"))
     there = f"Checkpoints with everything verl writes before that file: {', '.join(map(str, whole[-5:])) or 'none'}."
     raise StateError(
-        f"{tracker} {problem}. {there} Write the step to resume from into the file, or start anew with "
+        f"{tracker} {problem}. {there} Write the step to resume from into the file, or start again with "
         f"trainer.resume_mode=disable. Nothing was trained or overwritten."
     )
 

@@ -308,7 +308,7 @@ class VerlEngine:
         return output
 
 
-# rollout.name -> what its sampling parameters need beside `stop` for the text to stay in the tokens
+# rollout.name -> what its sampling parameters need in addition to `stop` for the text to stay in the tokens
 STOP: Mapping[str, Mapping[str, Any]] = {
     "hf_cpu": {"include_stop_str_in_output": True},
     "vllm": {"include_stop_str_in_output": True},

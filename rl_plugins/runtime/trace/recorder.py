@@ -31,7 +31,9 @@ class TraceParams(MethodParams):
     every: int = param(1, "batches from one recorded one to the next", ge=1)
     groups: int = param(0, "groups of a batch that are recorded, drawn at random; 0: all", ge=0)
     max_gb: float = param(4.0, "GB on disk; the oldest batches leave when there are more", gt=0)
-    signals: tuple[str, ...] = param((), f"what is recorded per token beside ids and advantages: {', '.join(SIGNALS)}")
+    signals: tuple[str, ...] = param(
+        (), f"what is recorded per token in addition to ids and advantages: {', '.join(SIGNALS)}"
+    )
     folder: str = param("", "where the trace is written; empty: the folder `trace` of the run")
 
     def check(self) -> None:

@@ -248,7 +248,7 @@ def idle_parameters(
     Args:
         world: what generated inputs cannot guess.
         values: parameter -> values to try (or `Beside`), before those that are guessed; for functions and texts.
-        settings: other parameters beside which each one is tried, until it changes something.
+        settings: other parameters with which each one is tried, until it changes something.
         params: parameters of every trial, for those without a default.
 
     Raises:
@@ -294,7 +294,7 @@ def _acts(
 def settings_for(
     cls: type[MethodParams], name: str, params: Mapping[str, Any], values: Mapping[str, Sequence[Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Parameters beside which this one has an effect: `params`, and what its `only_if` asks for beyond them."""
+    """Parameters with which this one has an effect: `params`, and what its `only_if` asks for beyond them."""
     conditions: Sequence[Mapping[str, Any]] = cls.__dataclass_fields__[name].metadata.get("only_if") or ({},)
     for condition in conditions:
         setting = dict(params)

@@ -56,7 +56,7 @@ def check_prompts(kit: Kit) -> bool:
 
 
 def check_budget(kit: Kit, *before: Method) -> bool:
-    """on paper: every batch is within what `budget` says before the run"""
+    """expected sizes: every batch is within what `budget` says before the run"""
     if not {"select_prompts", "plan"} & set(kit.cls.claims()):
         return False
     with kit.at("budget"):

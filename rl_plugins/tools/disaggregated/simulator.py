@@ -1,4 +1,4 @@
-"""`simulate`: rollouts on machines of several kinds beside a trainer, as a discrete-event simulation without a model.
+"""`simulate`: rollouts on machines of several kinds next to a trainer, as a discrete-event simulation without a model.
 
     setup = Setup(
         [Pool("h800", 64, 20_000, 50), Pool("h20", 64, 3_000, 60)],

@@ -30,7 +30,7 @@ class SupervisedLoss:
         does, fidelity: as of a method.
         start: host -> how a run with it is started.
 
-    What a reader who chooses is told is in `NAME.toml` beside the module, as for a method.
+    What a reader who chooses is told is in `NAME.toml` next to the module, as for a method.
     """
 
     name: str

@@ -10,7 +10,7 @@ Symbols: l (tokens, V) logits, x (tokens,) target ids, K `samples`. With `expect
 loss = -[q(x) log pi(x) + beta * sum over a != x of q(a) log pi(a)]. Losses are in nats per token.
 
 Both forms work through blocks of tokens of at most `BLOCK` logits in float32 (float64 stays float64). No tensor of
-(tokens, V) is made beside the logits a host has; `head_loss` needs not even those.
+(tokens, V) is made in addition to the logits a host has; `head_loss` needs not even those.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def generator(params: OtrParams, seed: int, step: int, rank: int, micro: int, de
     """The stream of draws of one micro-batch; None with `expected`, which draws nothing.
 
     Args:
-        seed: of the run, beside that of the loss.
+        seed: of the run, in addition to that of the loss.
         step: optimizer step of the run, so that a resumed run goes on with other draws than it began with.
         rank: data-parallel rank.
         micro: micro-batch of the step on this rank.

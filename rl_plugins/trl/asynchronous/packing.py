@@ -18,7 +18,7 @@ LIVE, TOKEN, ROW, STEP = "rlp_live", "rlp_token_", "rlp_row_", "rlp_step_"
 
 
 class ColumnsCollator(DataCollatorForRollout):
-    """TRL's collator, with columns of methods beside its own: (ranks, tokens) in the order of `token_index`, and
+    """TRL's collator, with columns of methods next to its own: (ranks, tokens) in the order of `token_index`, and
     (ranks, samples) in the order of `segment_id`."""
 
     def torch_call(self, examples: list[Any]) -> dict[str, Any]:

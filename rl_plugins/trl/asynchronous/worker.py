@@ -63,7 +63,7 @@ class GenerateWorker:
 
     The dataset is walked in its order, `num_generations` completions per prompt, unless methods plan otherwise
     (`make`). The batch of optimizer step b is made by the weights after step max(0, b - lag); where weights are
-    published less often, by the newest ones at or before it. After a resume the count begins anew, so the first `lag`
+    published less often, by the newest ones at or before it. After a resume the count begins again, so the first `lag`
     batches are fresher. Scoring is TRL's own.
 
     A `lag` of 0 does not exist: accelerate reads one micro-batch ahead, so the samples of a step are asked for before

@@ -33,7 +33,7 @@ from rl_plugins.trl.masked import capabilities as masked_capabilities
 
 @dataclass(frozen=True)
 class Findings:
-    """What the report says beside its tables. problems: they would end the run."""
+    """What the report says in addition to its tables. problems: they would end the run."""
 
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Heads in TRL: prompt and prefix tuning as options of `rl-plugins trl grpo`, beside TRL's LoRA."""
+"""Heads in TRL: prompt and prefix tuning as options of `rl-plugins trl grpo`, next to TRL's LoRA."""
 
 from __future__ import annotations
 

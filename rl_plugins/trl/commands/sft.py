@@ -94,7 +94,7 @@ class SFTConfig(trl.SFTConfig):
 class SFTTrainer(trl.SFTTrainer):
     """`trl.SFTTrainer` that knows `loss_type="otr"` of our `SFTConfig`; with any other it is TRL's.
 
-    Logged beside TRL's metrics: `otr/share`, of the draws that are the target (with `expected` its probability at
+    Logged next to TRL's metrics: `otr/share`, of the draws that are the target (with `expected` its probability at
     temperature kappa), and `otr/nll`, the cross-entropy, both means over target tokens.
 
     Raises:

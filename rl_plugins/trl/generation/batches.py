@@ -190,18 +190,18 @@ class GenerationBatch:
         """Generates and scores round by round until no method asks for more; TRL is then served from what is there."""
         made: list[RoundRow] = []
         own: dict[int, Made] = {}  # this rank's, by their places in `made`
-        books: list[Rounds] = []  # on the driver only, as the payloads are
+        rounds_of_batch: list[Rounds] = []  # on the driver only, as the payloads are
         payload: list[Any] = []
         weights = self.trainer.reward_weights.double().cpu()
 
         def more() -> tuple[PlanRow, ...]:
-            if not books:
+            if not rounds_of_batch:
                 rows = self._first_plan()
-                books.append(Rounds(self.stack, rows, self.group_size, self.batch_rows, self.known.size))
+                rounds_of_batch.append(Rounds(self.stack, rows, self.group_size, self.batch_rows, self.known.size))
             else:
                 group = torch.tensor([m.group for m in made])
                 reward = weighted_reward(torch.tensor([m.reward for m in made]).double(), weights)
-                rows = self._checked(books[0].more(group, reward))
+                rows = self._checked(rounds_of_batch[0].more(group, reward))
             return _without_payload(rows, payload)
 
         while plan := on_driver(self.accelerator, more):

@@ -170,7 +170,7 @@ class ContextCache:
         self._sorted = sorted((t, n, i) for n, c in enumerate(self._kept) for i, t in enumerate(c.tokens))
 
     def _find(self, context: bytes) -> _Known:
-        """The row with the most tokens in common. It stands beside the context's place in the order of all rows."""
+        """The row with the most tokens in common. It comes with the context's place in the order of all rows."""
         place = bisect.bisect_left(self._sorted, (context,))
         best = _Known()
         for tokens, number, row in self._sorted[max(0, place - 1) : place + 1]:

@@ -93,4 +93,4 @@ def rollouts_text(stack: MethodStack, args: GRPOConfig) -> str:
     by = [m.name for m in stack.methods if m.corrects_sampling]
     corrected = f"corrected by {', '.join(by)}" if by else "NOT corrected for: name a method that does (dart_tis)"
     what = "bfloat16" if args.rollout_precision == "bf16" else f"{args.rollout_precision} linear layers"
-    return f"by a copy of the policy with {what}, made anew after each update; {corrected}"
+    return f"by a copy of the policy with {what}, made again after each update; {corrected}"
