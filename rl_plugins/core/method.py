@@ -211,7 +211,7 @@ class Method:
         steps_hold_whole_groups: `before_update` needs complete groups in every optimizer step.
         plans_stay_together: True: prompts that were planned together must be in one batch when they are rewarded and
             trained. Modes that take groups one by one out of a buffer or a queue (verl's asynchronous modes, TRL's
-            asynchronous trainer) refuse it, and so does a method with `admit`, which lets groups wait for a later batch.
+            asynchronous trainer) refuse it. So does a method with `admit`, which lets groups wait for a later batch.
         stops: True: it may end the run (`stop`).
         idle: signs in its metrics that it did nothing in a batch, where that can happen in a run that looks healthy.
         state_version: raised when the meaning of the state changes.

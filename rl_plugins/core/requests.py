@@ -13,8 +13,8 @@ programs of a generation batch into one engine call, verl runs one program per p
 engine, so the same program runs on transformers, on vLLM, on verl's servers and on the fake engine of
 `rl_plugins.testing`, and it has no state but its prompt and the payload the driver attached.
 
-`Trajectory` tracks token provenance: token ids exactly as they were generated (nothing is ever tokenized again), which of
-them were sampled, put in the policy's place, or only observed, and the log-probs of those that were sampled.
+`Trajectory` tracks token provenance: token ids exactly as they were generated (nothing is ever tokenized again),
+which of them were sampled, put in the policy's place, or only observed, and the log-probs of those that were sampled.
 """
 
 from __future__ import annotations
