@@ -81,9 +81,10 @@ def first_plan(
 def admitted_prompts(
     stack: MethodStack, proposal: Sequence[int], n: int, group_size: int, pool_size: int | None, dataset: Any
 ) -> list[PlanRow]:
-    """Plan rows of `n` new groups in addition to those that wait: of other prompts, those `select_prompts` names, else
-    the next of the driver's own permutation. The proposal's serve as long as they are all a run has ever needed, so that
-    one that begins no more than it trains sees the host's own batches. The plan hooks see them and keep their number."""
+    """Plan rows of `n` new groups in addition to those that wait: of other prompts, those `select_prompts` names,
+    else the next of the driver's own permutation. The proposal's serve as long as they are all a run has ever needed,
+    so that one that begins no more than it trains sees the host's own batches. The plan hooks see them and keep their
+    number."""
     stack.draw += 1
     waiting = tuple(
         dict.fromkeys(int(g["row"]["prompt_index"]) for g in stack.carried if g["row"]["prompt_index"] >= 0)
