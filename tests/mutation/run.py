@@ -50,8 +50,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "runtime/preflight": ("test_preflight",),
     "runtime/update": ("test_update",),
     "runtime/rounds": ("test_rounds",),
-    "rollouts": ("test_rollouts", "test_decide"),
-    "groups": ("test_groups",),
+    "core/rollouts": ("test_rollouts", "test_decide"),
+    "core/groups": ("test_groups",),
 }
 
 # Lines that are nothing but text: a mutated word of a message tells nothing about the tests.
