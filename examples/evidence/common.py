@@ -4,31 +4,47 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from rl_plugins import cards
 from rl_plugins.lab.compare import figures
 from rl_plugins.lab.compare.report import Interval
 
 torch.set_num_threads(1)  # The tensors are tiny.
 
 Cells = Iterable[Mapping[str, float]]  # a mean over seeds with the half width of its interval each, as of `summary`
+RECORDS = Path(cards.__file__).parent / "records"
+_run = argparse.Namespace(seeds=0)  # the options of this run, for `save`
 
 
 def arguments(description: str, seeds: int) -> argparse.Namespace:
-    """The options of a script: seeds and the folder of the results. A description of several lines is kept as it is."""
+    """The options of a script: seeds and folders of results. A description of several lines is kept as it is."""
     layout = argparse.RawDescriptionHelpFormatter if "\n" in description else argparse.HelpFormatter
-    parser = argparse.ArgumentParser(description=description, formatter_class=layout)
+    return parsed(argparse.ArgumentParser(description=description, formatter_class=layout), seeds)
+
+
+def parsed(parser: argparse.ArgumentParser, seeds: int) -> argparse.Namespace:
+    """The same for a script with options of its own."""
     parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    return parser.parse_args()
+    parser.add_argument(
+        "--records",
+        type=Path,
+        help="folder of the records that cards and pages are made of; default: that of the package, or --out if there are "
+        f"fewer than {seeds} seeds",
+    )
+    args = parser.parse_args(namespace=_run)
+    args.records = args.records or (RECORDS if args.seeds >= seeds else args.out / "records")
+    return args
 
 
 def summary(values: Sequence[float] | np.ndarray) -> dict[str, float]:
@@ -42,17 +58,101 @@ def interval(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
     return {**summary(values), "seeds": [round(float(v), 6) for v in values]}
 
 
-def save(out: Path, name: str, results: dict[str, Any], draw: Callable[[], Figure], start: float | None = None) -> None:
-    """Writes results and figure, the latter for light and for dark pages. With the time of the start, it also notes the
-    seconds since then and prints a line."""
+def save(
+    out: Path,
+    name: str,
+    results: dict[str, Any],
+    draw: Callable[[], Figure],
+    start: float | None = None,
+    records: Iterable[dict[str, Any]] = (),
+) -> None:
+    """Writes results, figure and records; the figure for light and for dark pages. With the time of the start, it also
+    notes the seconds since then and prints a line."""
     files = out / f"{name}.json", out / f"{name}.png"
     if start is not None:
         results["seconds"] = time.time() - start
     out.mkdir(parents=True, exist_ok=True)
     files[0].write_text(json.dumps(results, indent=1))
     figures.save(files[1], draw)
+    if found := list(records):
+        write_records(_run.records / f"{name}.json", [{"seeds": _run.seeds} | record for record in found])
     if start is not None:
         print(f"\n{results['seconds']:.0f} s; written: {files[0]}, {files[1]}")
+
+
+# ---- records, of which rl_plugins.cards.results makes what cards and pages say
+
+Cell = (
+    Mapping[str, Any] | Sequence[float] | float
+)  # as of `summary`, or the values of the seeds, or one without interval
+
+
+def record(
+    method: str,
+    claim: str,
+    better: Literal["higher", "lower"],
+    value: Cell | None = None,
+    other: Cell | None = None,
+    *,
+    difference: Cell | None = None,
+    scale: float = 1,
+    where: str,
+    **texts: Any,
+) -> dict[str, Any]:
+    """A record of one result of a method; see `rl_plugins.cards.results.Result` for what it says.
+
+    Args:
+        value, other: of the method and of its baseline. Without `difference` they count as independent means.
+        difference: value minus other, paired by seed.
+        scale: factor on all of them: 100 for percent.
+        where: anchor of the section of docs/evidence.md.
+        texts: baseline, unit, budget, note; `none=1`, if `difference` is a ratio.
+    """
+    found = [[] if cell is None else _rounded(cell, scale) for cell in (value, other, difference)]
+    head = {"method": method, "claim": claim, "better": better, **texts}
+    if found[0]:
+        head |= {"value": found[0]}
+    if found[1]:
+        head |= {"other": found[1]}
+    paired = {"paired": True} if found[2] and not texts.get("none") else {}
+    return head | difference_of(*found) | paired | {"where": where}
+
+
+def difference_of(value: Sequence[float], other: Sequence[float], difference: Sequence[float] = ()) -> dict[str, float]:
+    """Mean and interval of a difference: as given (mean and half-width, or mean and both ends), or of two independent
+    means, if both have half-widths."""
+    if len(difference) == 3:
+        mean, low, high = difference
+    elif len(difference) == 2:
+        mean, low, high = difference[0], difference[0] - difference[1], difference[0] + difference[1]
+    elif len(value) == 2 and len(other) == 2:
+        mean, half = value[0] - other[0], math.hypot(value[1], other[1])
+        low, high = mean - half, mean + half
+    elif value and other and not difference:
+        return {"mean": round(value[0] - other[0], 6)}
+    else:
+        return {"mean": difference[0]} if difference else {}
+    return {"mean": round(mean, 6), "low": round(low, 6), "high": round(high, 6)}
+
+
+def write_records(file: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """A file of records, one a line."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(record, ensure_ascii=False) for record in records]
+    file.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+
+
+def _rounded(cell: Cell, scale: float) -> list[float]:
+    """Mean and half-width to two digits of the latter; a mean alone to four digits."""
+    if isinstance(cell, int | float | np.floating):
+        return [float(f"{cell * scale:.4g}")]
+    if not isinstance(cell, Mapping):
+        cell = summary(cell)
+    mean, half = cell["mean"] * scale, cell["ci95"] * scale
+    if not math.isfinite(half):
+        return [float(f"{mean:.4g}")]
+    digits = 1 - math.floor(math.log10(half)) if half > 1e-6 else 6
+    return [round(mean, digits), round(half, digits)]
 
 
 # ---- drawing, on top of rl_plugins.lab.compare.figures: cells are drawn with their intervals
