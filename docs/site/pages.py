@@ -1,7 +1,9 @@
-"""The pages of the site: the Markdown of the repository under other names, and one page per method.
+"""The pages of the site: the Markdown of the repository under other names, pages made from the code (the reference,
+the papers, the map of the modules, results of the bench), and one page per method.
 
 Nothing is written by hand here. A link of a page is turned to where its target is on the site: another page, the page
-of a method for `methods.md#name`, or a page that shows the file. What cannot be found is an error.
+of a method for `methods.md#name`, a generated page for an anchor of `docs/README.md`, or a page that shows the file.
+What cannot be found is an error.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path, PurePosixPath
 
+from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.catalog import entries, plugins
+from rl_plugins.cards.results import measured_of
 from rl_plugins.cards.usage import usage_of
 from rl_plugins.core.method import Bundle, Method
-from rl_plugins.lab.bench.published import measured_of
-from rl_plugins.lab.pages.methods import section
+from rl_plugins.lab.pages import FILLED, ON_SITE
+from rl_plugins.lab.pages.methods import section, slug
 from rl_plugins.runtime import registry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,12 +50,23 @@ NAVIGATION = {
         "audit",
         "walkthrough",
         "architecture",
+        "map",
         "reference",
         "benchmarks",
     ],
     "Project": ["patches/index", "contributing", "changelog"],
 }
 REST = "In depth"
+# The page docs/README.md says in git what only the site has: its sections -> pages of the site.
+CONTENTS = "docs/README.md"
+SECTIONS = {
+    "": "index.md",
+    "pages-of-the-methods": "methods.md",
+    "results-of-the-bench": "bench.md",
+    "reference": "reference.md",
+    "papers": "papers.md",
+    "module-map": "map.md",
+}
 
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "bash", ".json": "json", ".patch": "diff"}
 _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^()\s]+)\)")
@@ -71,10 +86,8 @@ def write(out: Path) -> None:
         shutil.copytree(FIGURES, out / "figures")
     site = Site(out)
     for source, target in site.pages.items():
-        text = (ROOT / source).read_text()
-        if source == "docs/methods.md":
-            text = re.split(rf"^##+ (?:{'|'.join(site.methods)})$", text, maxsplit=1, flags=re.MULTILINE)[0]
-        site.page(target, site.moved(text, source))
+        text = ON_SITE[source]() if source in ON_SITE else (ROOT / source).read_text()
+        site.page(target, site.moved(FILLED.get(source, str)(text), source))
     for name in site.methods:
         site.page(f"methods/{name}.md", site.moved(method_page(name), "docs/methods.md"))
     site.page("methods.md", _toctree("", [f"methods/{name}" for name in site.methods]), add=True)
@@ -137,6 +150,8 @@ class Site:
         file = str(PurePosixPath(os.path.normpath(PurePosixPath(source).parent / path))) if path else source
         if file == "docs/methods.md" and anchor in self.methods:
             return _relative(f"methods/{anchor}.md", home)
+        if file == CONTENTS and anchor in SECTIONS:
+            return _relative(SECTIONS[anchor], home)
         if not path:
             return target
         if file in self.pages:
@@ -182,9 +197,9 @@ def _pages() -> Iterator[tuple[str, str]]:
     for file in sorted((ROOT / "patches").rglob("*.md")):
         name = file.relative_to(ROOT).as_posix()
         yield name, name.replace("README.md", "index.md")
-    for file in sorted((ROOT / "docs").rglob("*.md")):
-        name = file.relative_to(ROOT / "docs").as_posix()
-        yield f"docs/{name}", name.replace("README.md", "index.md")
+    for page in sorted({f.relative_to(ROOT).as_posix() for f in (ROOT / "docs").rglob("*.md")} | set(ON_SITE)):
+        if page != CONTENTS:
+            yield page, page.removeprefix("docs/").replace("README.md", "index.md")
 
 
 # ---- the page of a method
@@ -208,14 +223,16 @@ def method_page(name: str) -> str:
         parts += ["## The rule", rule(rest if known else f"{first}\n\n{rest}")]
     parts += ["## What we measured", *_measured(found)]
     parts += ["## How to use it", *_usage(found)]
-    parts += ["## How to cite", _code(found.paper.bibtex(name), "bibtex")]
+    paper = card_file(found).paper
+    assert paper is not None
+    parts += ["## How to cite", _code(paper.bibtex(name), "bibtex")]
     return "\n\n".join(parts)
 
 
 def _usage(found: type[Method] | Bundle) -> Iterator[str]:
     usage = usage_of(found)
-    if found.paper_settings:
-        yield f"With host options of the paper: {_plain(', '.join(found.paper_settings))}."
+    if settings := card_file(found).paper_settings:
+        yield f"With host options of the paper: {_plain(', '.join(settings))}."
     yield from map(_plain, usage.notes)
     if "trl" in usage.hosts:
         yield "TRL, in the YAML config of a run:\n\n" + _code(usage.yaml(), "yaml")
@@ -261,7 +278,7 @@ class _Indented:
 def _measured(found: type[Method] | Bundle) -> Iterator[str]:
     rows = [
         f"| {m.claim} | {m.verdict} | {m.numbers} | [{m.page.removesuffix('.md')}]({m.page}#{m.where}) |"
-        for m in (*found.measured, *measured_of(found.name))
+        for m in measured_of(found.name)
     ]
     if rows:
         yield "\n".join(["| what | verdict | numbers | where |", "|---|---|---|---|", *rows])
@@ -308,11 +325,6 @@ def evidence_sections(found: type[Method] | Bundle) -> list[tuple[str, str]]:
     names |= set(found.parts) if isinstance(found, Bundle) else set()
     titles = re.findall(r"^## (.+)$", (ROOT / "docs" / "evidence.md").read_text(), re.MULTILINE)
     return [(title, slug(title)) for title in titles if names & set(re.findall(r"\w+", title))]
-
-
-def slug(title: str) -> str:
-    """The anchor that GitHub and the site give to a heading."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 # ---- pieces

@@ -30,7 +30,7 @@ PAGES: dict[str, Callable[[str], str]] = {
 FILLED: dict[str, Callable[[str], str]] = {
     "docs/methods.md": lambda _: methods.index(on_site=True),
     "docs/choose.md": lambda _: choose.page(),
-    "docs/bench.md": lambda text: f"{text}\n{_bench_results()}",
+    "docs/bench.md": lambda text: f"{text}\n{bench.results()}",
     "docs/supervised.md": losses.with_cards,
     "docs/trl.md": lambda text: source.with_trainers(source.with_changes("trl", text)),
     "docs/verl.md": partial(source.with_changes, "verl"),
@@ -41,10 +41,6 @@ FILLED: dict[str, Callable[[str], str]] = {
 
 def _on_the_bench(method: str) -> str:
     return method_page(method, registry.load(method, plugins()).does)
-
-
-def _bench_results() -> str:
-    return "## " + bench.page().split("\n## ", 2)[2]  # without the introduction, which docs/bench.md has
 
 
 # A page that only the site has -> its text. Links are those of a file with this name.

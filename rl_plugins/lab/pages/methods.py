@@ -23,8 +23,8 @@ from rl_plugins.runtime import registry
 _HEAD = """\
 # Methods
 
-Written by `make docs`; do not edit. [Which method is for me](choose.md) begins with your problem. `rl-plugins info NAME`
-shows everything about one method, with a config to copy, and `make site` makes a page of each.
+Written by `make docs`; do not edit. [Which method is for me](choose.md) begins with your problem. `rl-plugins info
+NAME` shows everything about one method, with a config to copy, and `make site` makes a page of each.
 
 "Measured" counts our measurements and their verdicts, each against a baseline at the 95 % interval. Fidelity says what
 a method was checked against:
@@ -45,9 +45,11 @@ def index(on_site: bool = False) -> str:
         card = card_of(registry.load(entry.name, vetoed))
         home = f"[{card.name}](#{card.name})" if on_site else f'<a id="{card.name}"></a>[{card.name}]({_code_of(card)})'
         problems = ", ".join(PROBLEMS[key].title for key in card.found.problems)
-        rows.append([home, card.does, problems, card.fidelity, ", ".join(card.hosts), verdicts(card.measured)])
+        paper = f"[{entry.arxiv}](https://arxiv.org/abs/{entry.arxiv})"
+        hosts, found = ", ".join(card.hosts), verdicts(card.measured)
+        rows.append([home, card.does, problems, paper, card.fidelity, hosts, found])
     text = _HEAD + bullets(f"**{name}**: {what}." for name, what in FIDELITY.items() if name != "own")
-    return f"{text}\n\n{table(['name', 'does', 'problem', 'fidelity', 'hosts', 'measured'], rows)}\n"
+    return f"{text}\n\n{table(['name', 'does', 'problem', 'paper', 'fidelity', 'hosts', 'measured'], rows)}\n"
 
 
 def _code_of(card: Card) -> str:

@@ -82,7 +82,10 @@ _MAP_HEAD = """\
 Every module with the first sentence of its docstring, the lowest layer first. [architecture.md](architecture.md) says
 what the layers are. Methods are listed in [methods.md](methods.md)."""
 # From the lowest layer to the highest.
-PACKAGES = "core kit tools runtime methods trl verl diffusion cards testing lab commands".split()
+PACKAGES = (
+    *("core", "kit", "tools", "runtime", "methods"),
+    *("trl", "verl", "diffusion", "cards", "testing", "lab", "commands"),
+)
 
 
 def summary_of(module: str) -> str:
