@@ -7,6 +7,7 @@ disagreements           where paper and code differ, and which parameter selects
 logs                    a table: name the method logs -> what the number is
 paper                   a table (arxiv, title, authors, year, code), or the name of the card that has it
 goes_with               method -> why the two make sense together
+goes_with_params        values that parameters of this method need in the pairs whose sentence names them: `name: value`
 example_params          an example of each parameter that must be given, a judge for example
 paper_settings          host -> options of the paper's main experiment, for a config to copy; never applied by us
 demo, bench             what `rl-plugins demo` and `bench` set so that the method has something to act on
@@ -79,6 +80,7 @@ class CardFile:
     disagreements: tuple[str, ...] = ()
     logs: Mapping[str, str] = field(default_factory=dict)
     goes_with: Mapping[str, str] = field(default_factory=dict)
+    goes_with_params: Mapping[str, Any] = field(default_factory=dict)
     example_params: Mapping[str, Any] = field(default_factory=dict)
     paper_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     demo: Mapping[str, Any] = field(default_factory=dict)

@@ -1,5 +1,4 @@
-"""BroRL (arXiv 2510.01180): hundreds of rollouts per prompt, advantages normalized over the batch, and a matching
-learning rate."""
+"""BroRL (arXiv 2510.01180): hundreds of rollouts per prompt, and advantages normalized over the batch."""
 
 from __future__ import annotations
 
@@ -10,11 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, MethodParams, param
 from rl_plugins.core.estimators import centered_rewards
-from rl_plugins.core.groups import Groups, joint
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import GIVEN, MethodParams, param
+from rl_plugins.core.groups import joint
+from rl_plugins.core.params import GIVEN
 from rl_plugins.core.rollouts import Budget, Plan, Rollouts, Rows, Run, Update
 
 NORMALIZED = {"norm_over": ("trajectory", "token")}
@@ -29,85 +27,49 @@ class BroRL(Method):
         groups whose rewards are all equal leave                  (`dynamic_sampling`)
         c_i = r_i - mean of the group
         A_i = (c_i - mean c) / (std c + eps)                      over the trajectories of all groups that are left
+              (c_i - mean c) / sqrt(var c + eps)                  `norm_over: token`, over their tokens;   c_i: `none`
 
-    `norm_over: token` weights each trajectory by its number of tokens L_i, as verl's `reinforce_plus_plus_baseline`
-    does: mean and variance over tokens, A_i = (c_i - mean c) / sqrt(var c + eps). `none` is A_i = c_i.
-
-    N is the host's number of rollouts per prompt. A `ramp` of pairs (batch, N) changes it during a run: starting with
-    that generation batch, the plan has floor(rows / N) prompts of N rollouts in the same number of rows.
-
-    With `base_rows`, the rows per optimizer step that the host's learning rate was tuned for, each optimizer step of B
-    rows has
+    N is the host's number. With a `ramp` of pairs (batch, N) the plan has, from that generation batch on, floor(rows /
+    N) prompts of N rollouts in the same number of rows. With `base_rows`, the rows per optimizer step that the host's
+    learning rate was tuned for, an optimizer step of B trained rows has
 
         lr <- lr (B / base_rows)^p          p = 1/2 (`sqrt`), 1 (`linear`), 0 (`none`); this step only
 
-    The schedule and the optimizer's moments are unchanged. Without `base_rows` the rate is the host's. A ramp does not
-    change the rows of an update and therefore not its rate. B counts the trained rows: groups that leave without
-    replacement make the step, and so the rate, smaller.
-
-    `mass_balance` shows why breadth helps, for one token and exact sums.
-
-    Symbols: r, c, A (rows,) float64; L (rows,) tokens that may carry a gradient. Deviations have the divisor n - 1.
+    Symbols: r, c, A (rows,) float64; deviations have the divisor n - 1. `mass_balance` is the theorem for one token.
 
     Special cases: rollouts without a reward (NaN) are in no statistic and have A = 0; a group with fewer than two
-    scored rollouts leaves, or has A = 0 with every `norm_over`. A batch whose rewards are equal in every group has A =
-    0. Rewards that differ by less than 1e-6 of their size are equal. A rollout of several rows counts once, with the
-    mean of their rewards and the sum of their tokens; B counts rows. A ramp's N that does not divide the rows of a
-    batch leaves fewer than N of them empty. Groups of given completions are unchanged.
-
-    Logs: `signal`, share of the groups with unequal rewards; `success`, mean over groups of the share of rewards >=
-    success_threshold; `distinct_answers` per group; `unseen_mass`, Good-Turing estimate of the probability of answers
-    that a group did not find (answers found once / rollouts), mean over groups; `group_size`, rollouts per prompt;
-    `lr_scale`, per optimizer step, with `base_rows`.
+    scored rollouts leaves, or has A = 0. Rewards that differ by less than 1e-6 of their size are equal. A rollout of
+    several rows counts once, with the mean of their rewards and the sum of their tokens; B counts rows. A ramp's N that
+    does not divide the rows leaves fewer than N empty. Groups of given completions are unchanged.
 
     Raises:
-        ConfigError: a parameter out of range, batches of a ramp out of order.
+        ConfigError: batches of a ramp out of order.
         MethodError: a batch has fewer rows than the N of the ramp.
 
-    Source: arXiv 2510.01180, recipe and Theorem 1 (mass balance) as quoted by two summaries and a review that agree
-    with the abstract; we derived the theorem ourselves and checked it by finite differences."""
+    Source: arXiv 2510.01180, recipe and Theorem 1 (mass balance) as two summaries and a review tell them.
+    """
 
     name = "brorl"
-    fidelity = "paper"
+    fidelity = "abstract"
     does = "Trains with hundreds of rollouts per prompt and scales the learning rate to the batch"
     problems = ("exploration", "no_signal")
     needs = frozenset({"text"})
     min_group_size = 2
-    idle = (
-        Idle(
-            {"signal": 0.0},
-            "all rewards within each group are equal. Prompts are too easy or too hard, or N is too small for them.",
-        ),
-    )
+    idle = (Idle({"signal": 0.0}, "all rewards within each group are equal: too easy, too hard, or N is too small."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         norm_over: Literal["trajectory", "token", "none"] = param(
-            "trajectory", "units that mean and deviation of the batch are taken over; none: A is the centered reward"
+            "trajectory", "units that count in mean and deviation"
         )
-        eps: float = param(1e-8, "constant added to the deviation (token: to the variance)", gt=0, only_if=NORMALIZED)
+        eps: float = param(1e-8, "constant added to deviation or variance", gt=0, only_if=NORMALIZED)
         dynamic_sampling: bool = param(True, "removal of groups whose rewards are all equal")
-        ramp: tuple[tuple[int, ...], ...] = param(
-            (),
-            "pairs [generation batch, N] of the batch that begins with N rollouts per prompt, "
-            "for example [[0, 16], [100, 64]]; empty: the host's number",
-        )
-        base_rows: int | None = param(
-            None,
-            "number of rows per optimizer step that the learning rate was tuned for; none: the host's rate stays",
-            ge=1,
-        )
-        lr_scale: Literal["sqrt", "linear", "none"] = param(
-            "sqrt",
-            "rule that scales the learning rate with the rows of an optimizer step",
-            only_if={"base_rows": GIVEN},
-        )
+        ramp: tuple[tuple[int, ...], ...] = param((), "pairs [first generation batch, N]; empty: the host's number")
+        base_rows: int | None = param(None, "rows per step that the learning rate was tuned for; none: no change", ge=1)
+        lr_scale: Literal["sqrt", "linear", "none"] = param("sqrt", "rule of the rate", only_if={"base_rows": GIVEN})
         success_threshold: float = param(0.5, "lowest reward that counts as a success in the logs")
         answer: Callable[..., Any] | None = param(
-            None,
-            "function answer(text) that returns a completion's answer or None, used to count "
-            "answers, for example rl_plugins.methods.echo.answers:boxed_answer; none: the "
-            "whole text",
+            None, "function answer(text) -> answer or None, to count answers; none: the text"
         )
 
         def check(self) -> None:

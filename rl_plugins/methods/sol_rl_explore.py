@@ -33,10 +33,7 @@ class SolRlExplore(Method):
     Special cases: explored samples without a reward (NaN) are chosen only where fewer than k have one. With `pool: 1`
     nothing is explored. With the same model, steps and no noise on the way both stages make the same samples.
 
-    State: none. Seeds follow from the seed of the run, the batch and the prompt.
-
-    Logs: `explored_reward` and `explored_std` of the P; `kept_cheap_reward` and `kept_exact_reward`, means of the k in
-    both stages; `gap`, mean |R - d| of the k; `rank_correlation` of R and d (Spearman, among the k).
+    State: none; seeds follow from the seed of the run, the batch and the prompt.
 
     Raises:
         ConfigError: a parameter out of range, more steps than a sample has, or no cheap copy.
@@ -46,26 +43,23 @@ class SolRlExplore(Method):
     """
 
     name = "sol_rl_explore"
-    fidelity = "paper"
+    fidelity = "abstract"
     hosts = ("diffusion",)
     does = "Explores many seeds with a cheap copy of the policy and makes the best and worst again"
     problems = ("few_rollouts",)
     idle = (
         Idle(
             {"explored_std": 0},
-            "all explored samples of every prompt have the same reward, so the choice is arbitrary. Look at the "
-            "reward function, or raise `steps`.",
+            "all explored samples of a prompt have the same reward. Look at the reward function and `steps`.",
         ),
     )
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         pool: float = param(4.0, "P / k, explored seeds per sample that is made (paper: 96 for 24)", ge=1)
-        steps: int = param(
-            6, "denoising steps of an explored sample (paper: 6, with 10 of a sample that is made)", ge=1
-        )
+        steps: int = param(6, "denoising steps of an explored sample (paper: 6, then 10)", ge=1)
         model: Literal["cheap", "policy"] = param("cheap", "model that explores")
-        mode: Mode = param("best_worst", "seeds of the pool that are made again; the paper keeps the best and worst")
+        mode: Mode = param("best_worst", "seeds of the pool that are made again")
         noise: bool = param(False, "noise on the way of explored samples (paper: none)")
 
     def __init__(self, params: MethodParams | None = None) -> None:

@@ -1,7 +1,4 @@
-"""Turn control (arXiv 2510.16786): limits an agent's turns, reminds it of the limit, and extends unfinished rollouts.
-
-With `strategy: unlimited` this is the plain agent loop in an environment.
-"""
+"""Turn control (arXiv 2510.16786): limits an agent's turns, reminds it of the limit, and extends unfinished rollouts."""
 
 from __future__ import annotations
 
@@ -13,24 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from rl_plugins import (
-    Call,
-    ConfigError,
-    Method,
-    MethodError,
-    MethodParams,
-    Plan,
-    Program,
-    Prompt,
-    Rollouts,
-    Run,
-    Shape,
-    Tokens,
-    Trajectory,
-    param,
-)
+from rl_plugins import Call, ConfigError, Method, MethodError, MethodParams, Program, Prompt, Trajectory, param
 from rl_plugins.core.params import above, has_effect
 from rl_plugins.core.redundancy import independent
+from rl_plugins.core.rollouts import Plan, Rollouts, Run, Shape, Tokens
 from rl_plugins.kit.agents import act, finish, generate, open_episode, reply
 from rl_plugins.kit.agents.environment import check_environment
 
@@ -42,6 +25,8 @@ CUT = ("limit", "extended_limit", "length", "aborted")  # the agent would have g
 _LIMITED = {"strategy": ("fixed", "dynamic")}
 _CALIBRATED = ({**_LIMITED, "calibration": ("freeze", "rolling")}, {**_LIMITED, "calibration": None, "limit": None})
 _EXTENDED = {"strategy": "dynamic", "max_extensions": above(0)}
+_AFTER = [{**how, "strategy": "dynamic", "extension": None} for how in _CALIBRATED]
+_ROLLING, _REMINDED = {**_LIMITED, "calibration": "rolling"}, {**_LIMITED, "remind_from": (None, above(0))}
 
 
 class TurnControl(Method):
@@ -76,9 +61,6 @@ class TurnControl(Method):
 
     State: turns and cut (whether cut off) of the episodes of the window, and the limits.
 
-    Logs: `turns`; `done`, `limited`, `length`, `failed`, `extended`, shares of the episodes; `turns_25`, `turns_50`,
-    `turns_75`, T_q of the batch; `limit`, `last_limit` for the next batch.
-
     Raises:
         ConfigError: no environment, a reminder that cannot be filled in, a combination of parameters without effect.
         MethodError: none of the environments of a prompt's rollouts can be reset.
@@ -87,7 +69,7 @@ class TurnControl(Method):
     """
 
     name = "turn_control"
-    fidelity = "paper"
+    fidelity = "abstract"
     does = "Limits an agent's turns, tells it how many are left, and extends unfinished rollouts"
     problems = ("agents", "length")
     needs: frozenset[str] | set[str] = frozenset({"chat_template"})
@@ -99,72 +81,41 @@ class TurnControl(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         environment: Callable[..., Any] | None = param(
-            None, "class or function without arguments that makes an environment, as module:attribute; required"
+            None, "class or function without arguments that makes an environment; required"
         )
         strategy: Literal["unlimited", "fixed", "dynamic"] = param(
-            "fixed", "limit of turns: hard_cap only, a fixed limit, or a limit with extensions"
+            "fixed", "hard_cap only, a fixed limit, or a limit with extensions"
         )
-        hard_cap: int = param(50, "most turns of an episode with any limit, and of the unrestricted agent", ge=1)
-        limit: int | None = param(
-            None, "limit of turns before an extension; none: from the calibration", ge=1, only_if=_LIMITED
-        )
+        hard_cap: int = param(50, "most turns of an episode with any limit", ge=1)
+        limit: int | None = param(None, "limit before an extension; none: from the calibration", ge=1, only_if=_LIMITED)
         extension: int | None = param(
-            None,
-            "number of further turns per extension; none: up to T of `last_percentile`, in equal parts",
-            ge=0,
-            only_if=_EXTENDED,
+            None, "turns of an extension; none: up to T of last_percentile", ge=0, only_if=_EXTENDED
         )
         max_extensions: int = param(1, "most extensions of an episode", ge=0, only_if={"strategy": "dynamic"})
         should_extend: Callable[..., Any] | None = param(
-            None,
-            "function should_extend(environment) that is asked at the limit, for example "
-            "my_agent:should_extend; none: every rollout that is not done. A failed call means no",
-            only_if=_EXTENDED,
+            None, "function should_extend(environment), asked at the limit", only_if=_EXTENDED
         )
         calibration: Literal["off", "freeze", "rolling"] | None = param(
-            None, "rule that learns the limit from episodes; none: off with a `limit`, else freeze", only_if=_LIMITED
+            None, "rule; none: off with a `limit`, else freeze", only_if=_LIMITED
         )
         percentile: float | None = param(
-            None,
-            "percentile of the turns used as limit; none: 75 (fixed), 50 (dynamic)",
-            ge=0,
-            le=100,
-            only_if=_CALIBRATED,
+            None, "percentile that is the limit; none: 75 (fixed), 50 (dynamic)", ge=0, le=100, only_if=_CALIBRATED
         )
         last_percentile: float = param(
-            75.0,
-            "percentile of the turns used as limit after an extension",
-            ge=0,
-            le=100,
-            only_if=[{**how, "strategy": "dynamic", "extension": None} for how in _CALIBRATED],
+            75.0, "percentile that is the limit after extensions", ge=0, le=100, only_if=_AFTER
         )
-        calibration_episodes: int = param(
-            64, "number of episodes before the first calibration", ge=1, only_if=_CALIBRATED
-        )
+        calibration_episodes: int = param(64, "episodes before the first calibration", ge=1, only_if=_CALIBRATED)
         window: int = param(512, "number of latest episodes that count", ge=1, only_if=_CALIBRATED)
-        update_every: int = param(
-            10, "number of batches between two calibrations", ge=1, only_if={**_LIMITED, "calibration": "rolling"}
-        )
+        update_every: int = param(10, "batches between two calibrations", ge=1, only_if=_ROLLING)
         min_turns: int = param(1, "smallest limit that the calibration sets", ge=1, only_if=_CALIBRATED)
         remind_from: int | None = param(
-            None,
-            "largest number of turns left at which the agent is reminded; none: at every turn; 0: never",
-            ge=0,
-            only_if=_LIMITED,
+            None, "turns left at which reminders begin; none: all turns; 0: never", ge=0, only_if=_LIMITED
         )
         reminder: str = param(
-            REMINDER,
-            "text of the reminder, with {remaining} and optionally {used} and {limit}",
-            only_if={**_LIMITED, "remind_from": (None, above(0))},
+            REMINDER, "text of the reminder; may hold {remaining}, {used}, {limit}", only_if=_REMINDED
         )
-        extension_text: str = param(
-            EXTENSION, "text for an agent that gets {extension} more turns; empty: no text", only_if=_EXTENDED
-        )
-        unfinished: Literal["grade", "mask"] = param(
-            "grade",
-            "treatment of rows that were cut off: graded normally, or masked (out of the update, "
-            "but in the statistics)",
-        )
+        extension_text: str = param(EXTENSION, "text about {extension} more turns; empty: none", only_if=_EXTENDED)
+        unfinished: Literal["grade", "mask"] = param("grade", "rows cut off: graded, or masked out of the update")
         turn_tokens: int | None = param(None, "most tokens of a turn; none: the room left in the completion", ge=1)
         timeout: float = param(60.0, "time limit of one call of the environment, in seconds", gt=0)
         role: str = param("user", "role of the messages with the environment's replies")

@@ -9,19 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from rl_plugins import (
-    ConfigError,
-    Groups,
-    Method,
-    MethodError,
-    MethodParams,
-    PromptPool,
-    Rollouts,
-    Run,
-    StateError,
-    Tokens,
-    param,
-)
+from rl_plugins import ConfigError, Groups, Method, MethodError, MethodParams, StateError, param
+from rl_plugins.core.rollouts import PromptPool, Rollouts, Run, Tokens
 from rl_plugins.kit.evidence import SMALL, Counts
 from rl_plugins.kit.thompson import SCORES, best_draws
 
@@ -42,9 +31,6 @@ class Vade(Method):
         prompts of the batch:   alpha_i <- selected_decay alpha_i + r_i,  beta_i <- selected_decay beta_i + n_i - r_i
         all others:             alpha_i <- unselected_decay alpha_i,      beta_i <- unselected_decay beta_i
 
-    The first decay is strong, because the policy has changed. The second is weak and moves unvisited prompts back to
-    the uniform prior, so they are tried again.
-
     Symbols: alpha, beta (D,) float64 pseudo-counts >= 0 without the prior of 1, keyed by dataset row. A success is a
     reward >= success_threshold (`success: threshold`), or the reward clipped to [0, 1] (`clipped_sum`).
 
@@ -56,10 +42,6 @@ class Vade(Method):
     State: alpha and beta, 0 at the start (`rl_plugins.kit.evidence.Counts`). One draw per generation batch, from
     `self.rng`; above 65,536 prompts not every p_i is drawn (`rl_plugins.kit.thompson`: the same distribution).
 
-    Logs: `informative`, share of the batch's prompts whose rollouts differ in success (0 < r < n); `posterior_mean` of
-    all prompts; `seen`, share of the prompts with evidence; `evidence`, mean alpha + beta of those. The last three are
-    computed on at most 65,536 prompts, evenly spaced.
-
     Raises:
         ConfigError: a parameter out of range; a dataset without a length.
         MethodError: more prompts are asked for than are left.
@@ -69,32 +51,18 @@ class Vade(Method):
     names is not available."""
 
     name = "vade"
-    fidelity = "paper"
+    fidelity = "abstract"
     does = "Chooses prompts likely to give both right and wrong rollouts, by Thompson sampling"
     problems = ("no_signal", "few_prompts")
     needs = frozenset({"prompt_index"})
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        selected_decay: float = param(
-            0.2,
-            "share of a prompt's older counts that remains after a visit; a prompt in every batch "
-            "has the evidence n / (1 - this)",
-            ge=0,
-            le=1,
-        )
-        unselected_decay: float = param(
-            0.999,
-            "share of the counts of all other prompts that remains after a batch; with 0.999 half "
-            "is left after 693 batches",
-            gt=0,
-            le=1,
-        )
+        selected_decay: float = param(0.2, "share of a prompt's older counts that remains after a visit", ge=0, le=1)
+        unselected_decay: float = param(0.999, "share of other prompts' counts that remains after a batch", gt=0, le=1)
         score: Literal["p(1-p)^2", "p(1-p)"] = param("p(1-p)^2", "value that ranks the draws")
         success: Literal["threshold", "clipped_sum"] = param("threshold", "rule that turns a reward into a success")
-        success_threshold: float = param(
-            0.5, "lowest reward that counts as a success", only_if={"success": "threshold"}
-        )
+        success_threshold: float = param(0.5, "lowest reward that is a success", only_if={"success": "threshold"})
 
         def check(self) -> None:
             if self.unselected_decay < self.selected_decay:

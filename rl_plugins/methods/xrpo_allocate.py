@@ -35,9 +35,6 @@ class XrpoAllocate(Method):
 
     State: number of rollouts still to be handed out in the batch.
 
-    Logs: `half_width`, mean h of the prompts with s > 0 before the last phase; `most`, rollouts of the largest group;
-    `moved`, share of the rollouts that went to another prompt than in equal groups.
-
     Raises:
         ConfigError: n_first > group size, or a group of one.
 
@@ -45,7 +42,7 @@ class XrpoAllocate(Method):
     """
 
     name = "xrpo_allocate"
-    fidelity = "paper"
+    fidelity = "abstract"
     does = "Spends a batch's later rollouts where the mean reward is least certain"
     problems = ("few_prompts", "no_signal")
     rounds = True
@@ -57,9 +54,7 @@ class XrpoAllocate(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         phases: int = param(3, "number of rounds of generation", ge=2, le=32)
-        n_first: int | None = param(
-            None, "number of rollouts of every prompt in the first phase; none: half of the group size", ge=2
-        )
+        n_first: int | None = param(None, "rollouts of a prompt in the first phase; none: half of the group size", ge=2)
         alpha: float = param(0.05, "alpha, one minus the confidence of the interval", gt=0, lt=1)
         exploration: float = param(0.05, "weight of the bonus for prompts with few rollouts", ge=0)
 

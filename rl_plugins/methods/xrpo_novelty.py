@@ -29,9 +29,6 @@ class XrpoNovelty(Method):
     Special cases: rollouts without a reward (NaN) or without a token count in no mean. Groups of equal log-probs and
     groups whose advantages are 0 are unchanged.
 
-    Logs: `bonus`, mean bonus of the tokens with A > 0; `capped`, share of them at the cap; `novel`, share of the
-    rollouts with eta < 1 among those with A > 0.
-
     Raises:
         ConfigError: the run has no old log-probs. MethodError: the host provides tokens without them. They are never
         recomputed here.
@@ -40,7 +37,7 @@ class XrpoNovelty(Method):
     """
 
     name = "xrpo_novelty"
-    fidelity = "paper"
+    fidelity = "abstract"
     does = "Gives right answers that are unlikely for their group larger advantages"
     problems = ("exploration",)
     needs = frozenset({"tokens", "old_logprobs"})

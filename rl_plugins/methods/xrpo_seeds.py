@@ -56,9 +56,6 @@ class XrpoSeeds(Method):
     State: the answers by dataset row, oldest first; for the present batch the rows left for the second round and the
     seeded rollouts.
 
-    Logs: `corpus`, prompts in it; `later`, rollouts of later rounds; `seeded`, those of them with examples; `rescued`,
-    prompts whose first success came with examples; `right`, share of successes with examples.
-
     Raises:
         ConfigError: prompts with images, a stream, a template without its fields.
         MethodError: a prompt column that does not exist, or `embed` returns something else than a row of finite numbers
@@ -68,38 +65,28 @@ class XrpoSeeds(Method):
     """
 
     name = "xrpo_seeds"
-    fidelity = "paper"
+    fidelity = "abstract"
     does = "Retries failed prompts with solved examples of similar problems in the context"
     problems = ("no_signal", "exploration")
     rounds = True
     decides_rollouts = True
     keeps_batch_size = True
     idle = (
-        Idle(
-            {"later": 0},
-            "no rollouts were planned after the first round, so none could be seeded. Set "
-            "`second_round`, or name `xrpo_seeds` after a method that generates in rounds.",
-        ),
+        Idle({"later": 0}, "no later round was planned. Set `second_round`, or name a method before that has rounds."),
     )
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         examples: int = param(2, "K, number of solved prompts in the context", ge=1)
-        second_round: bool = param(
-            True, "second round with half of the rollouts; false together with a method that makes rounds"
-        )
+        second_round: bool = param(True, "a second round with half of the rollouts")
         corpus_size: int = param(1024, "number of prompts whose answers are kept", ge=1)
-        max_characters: int = param(2000, "largest length of an answer, in characters; a longer one is cut", ge=1)
+        max_characters: int = param(2000, "most characters of an answer; a longer one is cut", ge=1)
         embed: Callable[..., Any] | None = param(
-            None,
-            "function embed(texts) that returns a row of numbers for each text, for example "
-            "my_embedder:embed; none: TF-IDF",
+            None, "function embed(texts): a row of numbers for each text; none: TF-IDF"
         )
         success_threshold: float = param(0.5, "lowest reward that counts as a success")
         prompt_column: str = param("prompt", "dataset column with the prompt")
-        template: str | None = param(
-            None, "prompt with the fields {examples} and {problem}; none: our own English text"
-        )
+        template: str | None = param(None, "prompt with {examples} and {problem}; none: our English text")
 
         def check(self) -> None:
             missing = [f for f in ("{examples}", "{problem}") if f not in (self.template or TEMPLATE)]

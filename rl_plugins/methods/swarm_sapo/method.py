@@ -12,24 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import (
-    Completion,
-    ConfigError,
-    Idle,
-    Method,
-    MethodParams,
-    Plan,
-    PlanRow,
-    Rollouts,
-    Run,
-    Shape,
-    Tokens,
-    param,
-)
+from rl_plugins import ConfigError, Idle, Method, MethodParams, param
 from rl_plugins.core.errors import shown
 from rl_plugins.core.params import GIVEN, Is, above
 from rl_plugins.core.requests import Chat
-from rl_plugins.core.rollouts import Budget
+from rl_plugins.core.rollouts import Budget, Completion, Plan, PlanRow, Rollouts, Run, Shape, Tokens
 from rl_plugins.kit.services import media_of
 from rl_plugins.methods.swarm_sapo.choice import chosen
 from rl_plugins.methods.swarm_sapo.exchange import Exchange, open_exchange
@@ -51,6 +38,8 @@ from rl_plugins.methods.swarm_sapo.packages import (
 
 TAKES = {"external_groups": above(0)}
 OVER_HTTP = Is("an HTTP URL", lambda value: str(value).startswith(("http://", "https://")))
+_HTTP, _PLACE = {"exchange": OVER_HTTP}, {"exchange": GIVEN}
+Function = Callable[..., Any] | None
 
 
 class SwarmSapo(Method):
@@ -97,10 +86,6 @@ class SwarmSapo(Method):
 
     State: the packages that wait, as text, and the names of files read and written. A resumed run goes on with them.
 
-    Logs: `arrived` and `rejected`, packages read; `inbox`, packages that wait; `candidates`; `constant`, share of them
-    with equal rewards; `external`, share of the trained rows; `external_reward`, mean of the candidates; `published`,
-    own groups; `failed`, calls of the exchange.
-
     Raises:
         ConfigError: a parameter out of range; no `exchange` or `node`; prompts with images; a dataset column that is no
             plain data; not fewer external groups than prompts of a batch.
@@ -109,15 +94,13 @@ class SwarmSapo(Method):
     """
 
     name = "swarm_sapo"
-    fidelity = "paper"
+    fidelity = "abstract"
     does = "Trains on rollouts that other nodes share as text, next to its own"
     problems = ("no_signal", "exploration")
     idle = (
         Idle(
             {"external": 0},
-            "no external group was trained. Either nobody shares (swarm_sapo/inbox is 0), packages do not fit this run "
-            "(swarm_sapo/rejected; the reasons are in a warning), or all candidates have equal rewards "
-            "(swarm_sapo/constant).",
+            "no external group was trained. Look at `inbox`, `rejected` (with a warning) and `constant`.",
         ),
     )
 
@@ -127,49 +110,30 @@ class SwarmSapo(Method):
         node: str = param("", "name of this node, another one than those of all others; required")
         external_groups: int = param(4, "J, groups of others per batch, of 8 in the paper; 0: only publish", ge=0)
         spare_groups: int | None = param(
-            None,
-            "number of candidates scored beyond J; none: J, and 0 in verl's asynchronous modes (ours)",
-            ge=0,
-            only_if=TAKES,
+            None, "candidates beyond J; none: J (0 in asynchronous modes) (ours)", ge=0, only_if=TAKES
         )
         select_by: Literal["uniform", "sample", "total_reward"] = param(
-            "uniform",
-            "rule for the candidates: any with unequal rewards (paper), any (rl-swarm), or largest total (genrl)",
-            only_if=TAKES,
+            "uniform", "unequal rewards (paper), any (rl-swarm) or largest total (genrl)", only_if=TAKES
         )
-        external_weight: float = param(
-            1.0, "factor on the advantages of external groups; 1: as own ones (ours)", ge=0, only_if=TAKES
-        )
+        external_weight: float = param(1.0, "factor on their advantages (ours)", ge=0, only_if=TAKES)
         max_age: int | None = param(
-            4, "largest number of batches that a package waits; none: no limit (ours)", ge=0, only_if=TAKES
+            4, "batches that a package waits at most; none: no limit (ours)", ge=0, only_if=TAKES
         )
-        publish_groups: int | None = param(
-            None, "most own groups that are published per batch; none: all, as in the code", ge=0
-        )
+        publish_groups: int | None = param(None, "most own groups published per batch; none: all", ge=0)
         sender_quota: int = param(64, "most packages of a sender that wait (ours)", ge=1, only_if=TAKES)
         inbox_groups: int = param(512, "most packages that wait; the oldest leave (ours)", ge=1, only_if=TAKES)
-        max_characters: int = param(
-            20_000, "most characters of a completion, and of prompt and columns (ours)", ge=1, only_if=TAKES
-        )
+        max_characters: int = param(20_000, "most characters of a completion or prompt (ours)", ge=1, only_if=TAKES)
         max_prompt_tokens: int = param(2048, "most tokens of a foreign prompt (ours)", ge=1, only_if=TAKES)
         max_file_bytes: int = param(4_000_000, "most bytes of a file that is read or written (ours)", ge=1000)
         keep_files: int = param(64, "number of own files that stay in the exchange (ours)", ge=1)
-        accept: Callable[..., Any] | None = param(
-            None,
-            "function accept(package) that says whether a question with `prompt`, `columns` and `completions` is "
-            "usable, for example my_tasks:parses; none: all that fit",
-            only_if=TAKES,
+        accept: Function = param(
+            None, "function accept(package): whether it is usable; none: all that fit", only_if=TAKES
         )
         timeout: float = param(10.0, "time limit of one reading or writing of the exchange, in seconds (ours)", gt=0)
         prompt_column: str = param("prompt", "dataset column with the prompt")
-        key_env: str = param(
-            "", "environment variable with the key of an HTTP endpoint; empty: no key", only_if={"exchange": OVER_HTTP}
-        )
-        transport: Callable[..., Any] | None = param(
-            None,
-            "function transport(exchange) that returns an object with put, names, get and remove, for example "
-            "my_swarm:Bucket; none: by the form of `exchange`",
-            only_if={"exchange": GIVEN},
+        key_env: str = param("", "variable with the key of an HTTP endpoint; empty: no key", only_if=_HTTP)
+        transport: Function = param(
+            None, "function transport(exchange): an object with put, names, get, remove", only_if=_PLACE
         )
 
         def check(self) -> None:
