@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Rollouts
+from rl_plugins import Method, MethodParams, Rollouts, param
 from rl_plugins.methods.adhint.hints import COLUMN, hinted
 
 
@@ -31,8 +29,6 @@ class AdhintAdvantages(Method):
     Special cases: with D_naive = D_hinted, or without rollouts of one kind, c = 1 and this is GRPO. The sign of an
     advantage never changes. Rollouts without a reward (NaN) are out of all statistics and have the advantage 0. A
     rollout of several rows counts once. Groups of one, or of equal rewards, have the advantage 0.
-
-    Logs: `factor`, mean c of the groups that have both kinds; `difficulty_naive` and `difficulty_hinted`, their means.
 
     Source: arXiv 2512.13095, abstract; the meaning as a third party reports it.
     """

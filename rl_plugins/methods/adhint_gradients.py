@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Rollouts, Shape, Tokens
+from rl_plugins import Groups, Idle, Method, MethodParams, Rollouts, Shape, Tokens, param
 from rl_plugins.methods.adhint.hints import COLUMN, in_hint
 
 
@@ -29,8 +26,6 @@ class AdhintGradients(Method):
 
     Special cases: a row without other trained tokens has g = 1. Hints that are only read (`hint_loss: false`) are not
     trained, so nothing changes. `kappa: 0` only masks.
-
-    Logs: `weight`, mean g; `gap`, mean |H_t - mean H|; `left`, share of the hint tokens that left.
 
     Source: arXiv 2512.13095, abstract; masking as a third party reports it.
     """

@@ -7,28 +7,18 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, Literal
 
-from rl_plugins.core.errors import ConfigError, MethodError, shown
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
+from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, Run, param
+from rl_plugins.core.errors import shown
 from rl_plugins.core.requests import Generate, Program, Prompt, Score, Scored, Trajectory
-from rl_plugins.core.rollouts import Run
 from rl_plugins.methods.adhint.hints import COLUMN
 from rl_plugins.methods.scope.steps import tokens_before
-
-
-def hint_ratio(difficulty: float, w_min: float, w_max: float, noise: float) -> float:
-    """w = (w_max - w_min) D + w_min + noise, from 0 to w_max; 0 for a prompt without difficulty."""
-    if not difficulty > 0:
-        return 0.0
-    return min(max((w_max - w_min) * difficulty + w_min + noise, 0.0), w_max)
 
 
 class AdhintRollouts(Method):
     """Begins some rollouts of a prompt with a hint: a part of a reference solution, the longer the harder it is.
 
-    Reconstruction: no code was published, and only the abstract and a note about the paper could be read. The linear
-    ratio with noise is from there. The number of hinted rollouts, w_min, w_max, the noise and what difficulty means are
-    ours.
+    Reconstruction: only the abstract and a note about the paper could be read. The linear ratio with noise is from
+    there; the number of hinted rollouts, w_min, w_max, the noise and the meaning of difficulty are ours.
 
     Per prompt with n rollouts, m = floor(hinted_share n) of them hinted:
 
@@ -36,20 +26,13 @@ class AdhintRollouts(Method):
         w = clip((w_max - w_min) D + w_min + xi, 0, w_max),   xi ~ normal(0, sigma), a draw per hinted rollout
         hint = the first floor(w L) tokens of the reference,   L its tokens;   the rest is sampled
 
-    With D = 0, or if no naive rollout has a reward, the m rollouts are naive ones, too. The reference is a dataset
-    column, a text or token ids. A hint ends before the first place in the reference where the answer of
-    `answer_column` begins, so it contains no part of that. Tokens of a hint are put in the policy's place and trained;
-    with `hint_loss: false` they are only read.
+    A hint ends before the first place in the reference where the answer of `answer_column` begins. Its tokens are put
+    in the policy's place and trained; with `hint_loss: false` only read.
 
-    Symbols: rewards float64, a success is a reward of at least `success_threshold`. Column `adhint` of a row: first
-    token of its hint and the position after the last one, [0, 0] without a hint.
+    Symbols: rewards float64. Column `adhint` of a row: first token of its hint and the position after the last one.
 
-    Special cases: an empty reference, or a hint of no token, makes a naive rollout. At least one token of the
-    completion's length is left for the policy. A prefix of the plan stands before the hint. Evaluation has no hints.
-
-    Logs: `difficulty`, mean D; `ratio`, mean w of the rollouts that could have a hint; `hinted`, share of rows with a
-    hint; `hint_tokens`, mean length of the hints; `cut`, share of the hints that ended before an answer; `missing`,
-    prompts without a reference.
+    Special cases: with D = 0, without a reward, and for an empty reference or hint the rollout is a naive one. At
+    least one token is left for the policy. A prefix of the plan stands before the hint. Evaluation has no hints.
 
     Raises:
         ConfigError: w_min above w_max; no such column.
@@ -63,9 +46,7 @@ class AdhintRollouts(Method):
     does = "Begins rollouts of hard prompts with a part of a reference solution, long where the prompt is hard"
     problems = ("no_signal", "exploration")
     brings_columns = (COLUMN,)
-    idle = (
-        Idle({"hinted": 0}, "no rollout had a hint. Look at adhint_rollouts/difficulty and adhint_rollouts/missing."),
-    )
+    idle = (Idle({"hinted": 0}, "no rollout had a hint. Look at adhint_rollouts/difficulty and /missing."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -158,6 +139,13 @@ class AdhintRollouts(Method):
         text = "" if answer is None else str(answer).strip()
         at = prompt.chat.decode(reference).find(text) if text else -1
         return len(reference) if at < 0 else tokens_before(reference, prompt.chat.decode, at)
+
+
+def hint_ratio(difficulty: float, w_min: float, w_max: float, noise: float) -> float:
+    """w = (w_max - w_min) D + w_min + noise, from 0 to w_max; 0 for a prompt without difficulty."""
+    if not difficulty > 0:
+        return 0.0
+    return min(max((w_max - w_min) * difficulty + w_min + noise, 0.0), w_max)
 
 
 def _tokens_of(prompt: Prompt, column: str) -> tuple[int, ...]:

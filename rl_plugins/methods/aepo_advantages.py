@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, above, param
-from rl_plugins.core.rollouts import Rollouts, Shape, Tokens
+from rl_plugins import Groups, Method, MethodParams, Rollouts, Shape, Tokens, param
+from rl_plugins.core.params import above
 
 _SPREAD = 1e-6  # relative; a standard deviation below it is rounding
 
@@ -31,11 +29,6 @@ class AepoAdvantages(Method):
     Special cases: a constant entropy (std up to 1e-6 max(1, |mean|), which is rounding) has z = 0, and so has a batch
     of one token. Tokens that left the update and rows without a reward (NaN) do not count in mean and deviation and
     keep their advantage. An advantage of 0 stays 0.
-
-    Logs: `z_max`, `z_min`; `sign_changed`, share of the tokens with A != 0.
-
-    Raises:
-        ConfigError: a parameter out of range.
 
     Source: arXiv 2510.14545, entropy-aware advantage estimation; `compute_policy_loss_entropy_balanced_clipping` in
     `AEPO/verl_aepo_entropy/verl/trainer/ppo/core_algos.py` of the authors' code.

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rl_plugins import Method, MethodParams, Terms, param
 from rl_plugins.core.losses import LOG_RATIO_LIMIT
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Terms
 
 
 class AepoClip(Method):
@@ -30,12 +28,6 @@ class AepoClip(Method):
     Symbols: lp, lp_old, A, loss (rows, time); the gradient flows through lp only.
 
     Special cases: masked tokens have loss and gradient 0 for any value.
-
-    Logs: over the tokens, per update, `clipfrac` (the clipped term is the larger loss), `clipfrac_lower` (the dual clip
-    acts), `preserved` (A > 0 and r > 1 + clip_high: tokens whose gradient PPO would drop).
-
-    Raises:
-        ConfigError: a parameter out of range.
 
     Source: arXiv 2510.14545, entropy clipping-balanced mechanism; `compute_policy_loss_entropy_balanced_clipping` in
     `AEPO/verl_aepo_entropy/verl/trainer/ppo/core_algos.py` of the authors' code.

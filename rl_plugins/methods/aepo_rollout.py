@@ -11,25 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, above, param
-from rl_plugins.core.requests import (
-    BranchOrigin,
-    Call,
-    Called,
-    Generate,
-    Generated,
-    Program,
-    Prompt,
-    Trajectory,
-    together,
-)
+from rl_plugins import Call, ConfigError, Generate, Idle, Method, MethodParams, Program, Prompt, Trajectory, param
+from rl_plugins.core.params import above
+from rl_plugins.core.requests import BranchOrigin, Called, Generated, together
 from rl_plugins.kit.agents import Episode, Subprogram, act, finish, open_episode, reply
 from rl_plugins.kit.agents.environment import check_environment
 
 # where the entropy of a turn has an effect
-_ENTROPY = ({"beam_size": above(1), "entropy_weight": above(0)}, {"probe": True})
+_COPIES, _PROBE = {"beam_size": above(1)}, {"probe": True}
+_ENTROPY = ({**_COPIES, "entropy_weight": above(0)}, _PROBE)
 
 
 class AepoRollout(Method):
@@ -39,35 +29,30 @@ class AepoRollout(Method):
 
         H = -sum over the first entropy_tokens tokens and their top_logprobs log-probs l of exp(l) l / ln vocabulary
 
-    A prompt has k rollouts (the host's group size plus spare ones). m of them start from the prompt. Then all
-    unfinished chains take a turn together, and the environment answers. While there are fewer than k chains, every
-    unfinished chain is copied together with its environment, up to beam_size - 1 times, each time if
+    A prompt has k rollouts; m of them start from the prompt. Then all unfinished chains take a turn together, and the
+    environment answers. While there are fewer than k chains, every unfinished chain is copied together with its
+    environment, up to beam_size - 1 times, each time if
 
         p = clip((u + entropy_weight (H_now - H_first)) max(0, 1 - penalty c), 0, 1) >= branch_probability
 
     If all chains have ended and some are missing, one new chain per round starts from the prompt. m is
-    `initial_rollouts`, half of k by default. With `probe: true` it is
+    `initial_rollouts`, half of k by default, or with `probe: true`
 
         m = clip(int(k sigmoid(probe_weight (H_root - H_tool))) + 1, 1, k)
 
-    where H_root is the entropy of a generation of `probe_tokens` from the prompt, and H_tool the mean over the turns of
-    one whole rollout; both are discarded. Evaluation plays plain rollouts.
+    where H_root is the entropy of `probe_tokens` tokens from the prompt, and H_tool the mean over the turns of one
+    whole rollout; both are discarded. Evaluation plays plain rollouts.
 
     Symbols: u uniform in [0, 1), from the prompt's own generator; H_first is the entropy of the chain's first turn, for
-    a copy of its own first turn; c counts consecutive rounds in which the prompt got a new chain (20 of them end
-    branching). Tokens that chains share are trained in each of them, with their log-probs; text of the environment is
-    not trained. Rows have `score`, `turns`, `done`, `error` and `aepo_branch` (turns at the copy, None for those from
-    the prompt) in `rollouts.meta`.
+    a copy of its own; c counts consecutive rounds in which the prompt got a new chain (20 end branching). Shared tokens
+    are trained in each chain; text of the environment is not. Rows have `score`, `turns`, `done`, `error` and
+    `aepo_branch` (turns at the copy, None for those from the prompt) in `rollouts.meta`.
 
-    Special cases: an environment is copied with `copy.deepcopy`; if that fails, a warning says so and the missing
-    chains start from the prompt. A chain ends if its environment raises or hangs, at `max_turns`, or if the
-    environment's reply does not fit.
-
-    Logs: means over prompts: `initial` (m); `branches`, `restarts`, number of further chains from copies and from the
-    prompt; `turn_entropy`; `penalized`, mean of c over attempts.
+    Special cases: if an environment cannot be copied (`copy.deepcopy`), missing chains start from the prompt. A chain
+    ends if its environment raises or hangs, at `max_turns`, or if the environment's reply does not fit.
 
     Raises:
-        ConfigError: a parameter out of range; no environment.
+        ConfigError: no environment.
         MethodError: an environment cannot be reset.
 
     Source: arXiv 2510.14545, dynamic entropy-balanced rollout; `vllm_rollout_with_tools.py` in
@@ -79,57 +64,23 @@ class AepoRollout(Method):
     does = "Branches an agent's rollout after turns that are more uncertain than its first one"
     problems = ("agents", "exploration")
     in_eval = ("rollout",)
-    idle = (
-        Idle(
-            {"branches": 0},
-            "no chain branched, so all rollouts started from the prompt. Lower "
-            "`branch_probability` or `initial_rollouts`, or raise `beam_size`; chains of one turn "
-            "never branch.",
-        ),
-    )
+    idle = (Idle({"branches": 0}, "no chain branched: see `branch_probability` and `initial_rollouts`."),)
     min_group_size = 2
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        environment: Callable[..., Any] | None = param(
-            None,
-            "class or function that makes the environment of one rollout, as module:attribute (see "
-            "`rl_plugins.kit.agents`); required. Its state is copied with copy.deepcopy.",
-        )
-        initial_rollouts: int | None = param(
-            None, "number of chains that start from the prompt; none: half of them", ge=1, only_if={"probe": False}
-        )
-        probe: bool = param(
-            False, "search for the number of first chains of each prompt by a probe, which costs one rollout"
-        )
-        probe_tokens: int = param(50, "number of tokens of the probe's short generation", ge=1, only_if={"probe": True})
-        probe_weight: float = param(0.5, "weight of H_root - H_tool in the sigmoid", ge=0, only_if={"probe": True})
+        environment: Callable[..., Any] | None = param(None, "class or function that makes an environment; required")
+        initial_rollouts: int | None = param(None, "m; none: half of the rollouts", ge=1, only_if={"probe": False})
+        probe: bool = param(False, "search for m by a probe, which costs one rollout per prompt")
+        probe_tokens: int = param(50, "number of tokens of the probe's short generation", ge=1, only_if=_PROBE)
+        probe_weight: float = param(0.5, "weight of H_root - H_tool in the sigmoid", ge=0, only_if=_PROBE)
         beam_size: int = param(2, "most chains that one chain becomes in a round", ge=1)
-        branch_probability: float = param(
-            0.5, "lowest p at which a chain is copied", ge=0, le=1, only_if={"beam_size": above(1)}
-        )
-        entropy_weight: float = param(0.2, "weight of H_now - H_first in p", ge=0, only_if={"beam_size": above(1)})
-        penalty: float = param(
-            0.05, "penalty for each consecutive round with a new chain", ge=0, le=1, only_if={"beam_size": above(1)}
-        )
-        entropy_tokens: int = param(
-            20,
-            "number of first tokens of a turn that count for its entropy",
-            ge=1,
-            only_if=_ENTROPY,
-        )
-        top_logprobs: int = param(
-            10,
-            "number of most likely tokens that the engine reports",
-            ge=1,
-            only_if=_ENTROPY,
-        )
-        vocabulary: int = param(
-            151_936,
-            "size of the policy's vocabulary (default: Qwen2.5 and Qwen3)",
-            ge=2,
-            only_if=_ENTROPY,
-        )
+        branch_probability: float = param(0.5, "lowest p at which a chain is copied", ge=0, le=1, only_if=_COPIES)
+        entropy_weight: float = param(0.2, "weight of H_now - H_first in p", ge=0, only_if=_COPIES)
+        penalty: float = param(0.05, "penalty per consecutive round with a new chain", ge=0, le=1, only_if=_COPIES)
+        entropy_tokens: int = param(20, "first tokens of a turn that count for its entropy", ge=1, only_if=_ENTROPY)
+        top_logprobs: int = param(10, "number of most likely tokens that the engine reports", ge=1, only_if=_ENTROPY)
+        vocabulary: int = param(151_936, "size of the vocabulary (default: Qwen2.5, Qwen3)", ge=2, only_if=_ENTROPY)
         max_turns: int = param(7, "most turns of a chain (default: the authors' 6 tool calls and an answer)", ge=1)
         turn_tokens: int | None = param(None, "most tokens of one turn; none: the room left in the completion", ge=1)
         timeout: float = param(60.0, "longest call of the environment, in seconds", gt=0)
@@ -138,7 +89,7 @@ class AepoRollout(Method):
             if self.environment is None:
                 raise ConfigError(
                     "there is no environment to act in. Give the parameter `environment`, a class or function that "
-                    "makes one, as module:attribute (the demo's: rl_plugins.lab.demo.environments.calculator:Calculator)."
+                    "makes one (the demo's: rl_plugins.lab.demo.environments.calculator:Calculator)."
                 )
             check_environment(self.environment)
 

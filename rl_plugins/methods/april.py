@@ -1,5 +1,4 @@
-"""APRIL (arXiv 2509.18521): start more groups than are trained, stop when enough are complete, resume the rest
-later."""
+"""APRIL (arXiv 2509.18521): start more groups than are trained, resume those that are not complete later."""
 
 from __future__ import annotations
 
@@ -10,10 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import GIVEN, MethodParams, param
-from rl_plugins.core.rollouts import Admission, Budget, Queue, Rollouts, Run, Shape, Tokens
+from rl_plugins import Admission, ConfigError, Idle, Method, MethodParams, Queue, Rollouts, Run, Shape, Tokens, param
+from rl_plugins.core.params import GIVEN
+from rl_plugins.core.rollouts import Budget
 
 WARMUP = "trainer.v1.colocate_async.num_warmup_batches"
 SEPARATE_WARMUP = "trainer.v1.separate_async.num_warmup_batches"
@@ -31,39 +29,29 @@ class April(Method):
         decode all of them; stop as soon as N are complete (every rollout ended or reached the length limit)
         train these N; all others wait with their tokens, log-probs and policy versions
 
-    A group is never split: its rollouts share a prompt, and may mix policy versions, as may the tokens of a rollout. A
-    resumed rollout keeps the rest of its length limit. N' = N is the host's own batch.
-
-    Tokens that a group brings from earlier batches are off-policy. The authors train on them unchanged, with old
-    log-probs computed by the current weights, so the ratio starts at 1 (`correction: none`). The alternatives:
+    A group is never split, and it may mix policy versions, as may a rollout. A resumed rollout keeps the rest of its
+    length limit. With `correction: none`, as the authors do, older tokens are trained with old log-probs of the current
+    weights, so the ratio starts at 1. The alternatives:
 
         mask        tokens older than the batch's newest leave the update (their reward still counts for the group)
         token_tis   A_t <- A_t * min(exp(lp_t^old - lp_t^rollout), tis_cap)
 
-    A group started more than `max_staleness` batches ago is restarted (`stale: restart`) or dropped (`drop`), complete
-    or not. Without a limit every rollout is trained in the end.
+    A group started more than `max_staleness` batches ago is restarted (`stale: restart`) or dropped (`drop`).
 
     Symbols: tokens (tokens,) flat, over rows; lp^old of the policy before the update, lp^rollout of the sampling one,
     float32, nats; advantages float64. Versions are published weights: in TRL every optimizer step publishes.
 
-    Special cases: further groups that are complete when decoding stops are scored and trained in the next batch. If all
-    groups of a batch were complete before it, `mask` keeps their newest tokens. A token without a known rollout
-    log-prob has weight 1.
+    Special cases: further groups that are complete when decoding stops are trained in the next batch. If all groups of
+    a batch were complete before it, `mask` keeps their newest tokens. A token without a known rollout log-prob has
+    weight 1.
 
     State: none (the driver saves the queue).
 
-    Logs: `resumed`, `restarted`, `dropped`, `fresh`, groups of the batch; `waiting`, groups before it; `stale_rows`,
-    share of rows with a token that is not of the present weights; `staleness`, largest age of a row's oldest token in
-    published weights; where tokens' versions are known `stale_tokens` (share) and `token_age` (their mean); `masked`,
-    share of the tokens; `weight` (mean), `weight_stale` (mean over stale tokens), `capped` (share).
-
     Raises:
-        ConfigError: a parameter out of range.
         MethodError: verl with `stale: restart`.
 
     Source: arXiv 2509.18521; RLsys-Foundation/APRIL slime/rollout/sglang_example.py and slime/ray/buffer.py (commit
-    a72b585), whose schedules the golden cases are; mask is `mask_offpolicy` of THUDM/slime, token_tis that of
-    verl-recipe `partial_rollout` (threshold 2.0).
+    a72b585), the golden cases; `mask_offpolicy` of THUDM/slime, and token_tis of verl-recipe `partial_rollout`.
     """
 
     name = "april"
@@ -72,27 +60,18 @@ class April(Method):
     problems = ("long_tail",)
     needs: frozenset[str] | set[str] = frozenset({"prompt_index", "tokens"})
     host_options = {"verl": {WARMUP: 1.0, SEPARATE_WARMUP: 1.0, THRESHOLD: None}}  # of the default parameters
-    idle = (
-        Idle(
-            {"waiting": 0},
-            "no group was left for a later batch. Completions have similar lengths, or `over_sampling` is 1.",
-        ),
-    )
+    idle = (Idle({"waiting": 0}, "no group waits: completions have similar lengths, or `over_sampling` is 1."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         over_sampling: float = param(
-            2.0, "N'/N, groups in progress per group trained; 1: no over-provisioning", ge=1, le=64
+            2.0, "N'/N, groups in progress per group trained; 1: none in addition", ge=1, le=64
         )
-        max_staleness: int | None = param(
-            None, "number of batches after which `stale` acts on a waiting group; none: never", ge=0
-        )
+        max_staleness: int | None = param(None, "batches after which `stale` acts on a group; none: never", ge=0)
         stale: Literal["restart", "drop"] = param(
-            "restart", "treatment of such a group: restart it, or drop it", only_if={"max_staleness": GIVEN}
+            "restart", "treatment of such a group", only_if={"max_staleness": GIVEN}
         )
-        correction: Literal["none", "mask", "token_tis"] = param(
-            "none", "treatment of tokens that an older policy sampled"
-        )
+        correction: Literal["none", "mask", "token_tis"] = param("none", "treatment of tokens of an older policy")
         tis_cap: float = param(2.0, "largest importance weight of a token", ge=1, only_if={"correction": "token_tis"})
 
     def __init__(self, params: MethodParams | None = None) -> None:

@@ -1,15 +1,11 @@
-"""AReaL's admission of new rollouts (arXiv 2505.24298): a limit on how many batches generation runs ahead of
-training."""
+"""AReaL's admission of new rollouts (arXiv 2505.24298): generation runs a limited number of batches ahead."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Admission, Queue, Run
+from rl_plugins import Admission, ConfigError, Method, MethodParams, Queue, Run, param
 
 WARMUP = ("trainer.v1.colocate_async.num_warmup_batches", "trainer.v1.separate_async.num_warmup_batches")
 THRESHOLD = "trainer.v1.sampler.max_off_policy_threshold"
@@ -56,9 +52,7 @@ class ArealAdmission(Method):
         max_staleness: int = param(4, "eta, number of batches that generation may be ahead of training", ge=0, le=63)
         max_concurrent: int | None = param(None, "C, most groups in progress at once; none: no limit", ge=1)
         bound: Literal["none", "drop", "wait"] = param(
-            "none",
-            "treatment of older groups: none trains them (paper), drop discards them, wait "
-            "makes training wait for them",
+            "none", "treatment of older groups: trained (paper), dropped, or waited for"
         )
 
     def __init__(self, params: MethodParams | None = None) -> None:

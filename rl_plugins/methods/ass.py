@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Run
+from rl_plugins import Method, MethodParams, Run, param
 from rl_plugins.methods.mdlm import refuse_verl
 
 

@@ -10,64 +10,51 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError, MethodError, shown
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import GIVEN, MethodParams, param
-from rl_plugins.core.rollouts import Budget, GroupSoFar, Plan, PlanRow, Rollouts, Run, Tokens, weighted_reward
+from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, Plan, PlanRow, Rollouts, Run, Tokens, param
+from rl_plugins.core.errors import shown
+from rl_plugins.core.params import GIVEN
+from rl_plugins.core.rollouts import Budget, GroupSoFar, weighted_reward
 from rl_plugins.kit.priors import cell
 from rl_plugins.kit.services import fill, media_of, with_task
 
+HINTED = "{prompt}\n\nHint: {hint}"
 MOST_LOGGED = 16  # hints with a metric of their own
 
 
 class BestPerm(Method):
     """A cascade of hints: after plain rollouts without a success, the next hint, until one succeeds.
 
-    Reconstruction: the oracle solves the paper's problem by a dynamic program that we derived ourselves. The paper has
-    neither hints nor language models, and its values belong to states of a Markov process and are not constants.
+    Reconstruction: we derived the oracle's dynamic program. The paper's values belong to states of a Markov process.
 
     Every prompt gets n_first plain rollouts. Then, in each round, every prompt without a success tries the next hint of
     its list, with n_hint rollouts under the hinted prompt. The list A of at most m = `max_hints` hints maximizes
 
         f(A) = sum_i [prod_{j<i} (1 - u_j)] u_i w_i + [prod_{all i} (1 - u_i)] w_none
 
-    with u_k the estimated acceptance of hint k, the probability that a try of it succeeds, and w_k its value if it does
-    (`best_permutation`). After the batch, for every hint k that was tried:
+    with u_k the probability that a try of hint k succeeds, and w_k its value then (`best_permutation`). After the
+    batch, with t = 1 + cascades so far, for every hint k that was tried:
 
         a_k <- a_k + 1[a rollout of the try succeeded],   b_k <- b_k + 1[none did]
         u_k  = (a_k + 1) / (a_k + b_k + 2)                                  `estimate: posterior`
         u_k  = min(1, a_k / (a_k + b_k) + sqrt(1.5 ln t / (a_k + b_k)))     `estimate: upper`, 1 for a hint never tried
 
-    with t = 1 + cascades so far. Hints after the accepted one, and those that did not fit into the batch, were not
-    observed and are not counted. All rollouts of a prompt are one group: the estimator compares those of a hint with
-    the plain ones.
+    All rollouts of a prompt are one group. The k-th text of `hints_column` is hint k, put into the prompt by
+    `hint_template`; or `templates` have {prompt}. w_k is `values[k]`, by default 1 - k / K for hint k of K from 0.
 
-    Hints come from `hints_column`, a list of texts per prompt (the k-th of every prompt is hint k), which
-    `hint_template` puts into the prompt; or from `templates`, texts with {prompt}. w_k is `values[k]`, net of the
-    hint's cost. By default it is 1 - k / K for hint k of K, counted from 0, so earlier hints are worth more. The
-    problem has no cost for failed tries; if they cost something, the list is not optimal.
-
-    Symbols: u, w one per hint. A success is a reward >= success_threshold, of the reward functions, before `rewards`
-    hooks.
+    Symbols: u, w one per hint. A success is a reward >= success_threshold, before `rewards` hooks.
 
     Special cases: the batch has group size rows per prompt. Rows that prompts with an early success do not need go to
-    other prompts, in the order of the plan; rows that no prompt needs stay empty. Hints with w_k <= w_none are never
-    tried. Among hints of equal value the likelier one comes first, which leaves f unchanged. A rollout without a reward
-    (NaN) is no evidence; a prompt without any reward asks for nothing, and a try without any reward is not counted.
-    Prompts with given completions are left as planned. A rollout of several rows counts once.
+    other prompts, in the order of the plan; the rest stays empty. Hints with w_k <= w_none are never tried. A rollout
+    without a reward (NaN) is no evidence, and a prompt or a try without any does not count. Prompts with given
+    completions are left as planned. A rollout of several rows counts once.
 
     State: `accepted`, `rejected` per hint, `cascades`.
 
-    Logs: `plain`, share of the prompts with a success among the plain rollouts; `hinted`, share that tried a hint;
-    `rescued`, share of those that had a success by one; `tries` per prompt that tried; `acceptance/k`, u of hint k (the
-    first 16) as it was used.
-
     Raises:
-        ConfigError: neither or both sources of hints, a template without {prompt}, too few values, n_first > group
-            size, a stream, a dataset with images.
+        ConfigError: not one source of hints, a template without {prompt}, too few values, a stream, images.
         MethodError: hints of a prompt are no list of texts, or more than `values`.
 
-    Source: arXiv 2401.08961, problem and oracle BestPerm; without code.
+    Source: arXiv 2401.08961, problem and oracle BestPerm; without code, hints and language models.
     """
 
     name = "best_perm"
@@ -77,35 +64,21 @@ class BestPerm(Method):
     needs = frozenset({"prompt_index"})
     rounds = True
     decides_rollouts = True
-    idle = (
-        Idle(
-            {"hinted": 0.0},
-            "no prompt tried a hint: each had a success among its first rollouts, no hint is worth "
-            "more than `value_none`, or `n_first` leaves no rows for hints.",
-        ),
-    )
+    idle = (Idle({"hinted": 0.0}, "no prompt tried a hint: all succeed, or look at `value_none` and `n_first`."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         hints_column: str = param("", "dataset column with a list of hints per prompt")
         hint_template: str = param(
-            "{prompt}\n\nHint: {hint}", "the hinted prompt, with {prompt} and {hint}", only_if={"hints_column": GIVEN}
+            HINTED, "the hinted prompt, with {prompt} and {hint}", only_if={"hints_column": GIVEN}
         )
         templates: tuple[str, ...] = param((), "hinted prompts with {prompt}, used instead of a column")
-        n_first: int | None = param(
-            None, "number of plain rollouts of every prompt; none: half of the group size", ge=1
-        )
+        n_first: int | None = param(None, "number of plain rollouts per prompt; none: half of the group size", ge=1)
         n_hint: int = param(1, "number of rollouts of a try", ge=1)
         max_hints: int = param(3, "m, most hints that a prompt tries", ge=1, le=32)
-        values: tuple[float, ...] = param(
-            (),
-            "w, value of a success with each hint, net of its cost, for example [1, 0.5]; "
-            "empty: 1 - k/K for hint k of K",
-        )
+        values: tuple[float, ...] = param((), "w, value of a success with each hint, net of its cost; empty: 1 - k/K")
         value_none: float = param(0.0, "w_none, value of no success")
-        estimate: Literal["upper", "posterior"] = param(
-            "upper", "acceptance as an upper confidence bound (paper) or the mean of a Beta posterior"
-        )
+        estimate: Literal["upper", "posterior"] = param("upper", "acceptance: upper bound (paper) or posterior mean")
         success_threshold: float = param(0.5, "lowest reward that counts as a success")
         prompt_column: str = param("prompt", "dataset column with the prompt")
 

@@ -8,10 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.groups import Groups, joint
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Rollouts, Shape, Tokens
+from rl_plugins import Groups, Idle, Method, MethodParams, Rollouts, Shape, Tokens, param
+from rl_plugins.core.groups import joint
 from rl_plugins.methods.branch_grpo.trees import COLUMN, Trees
 
 _WEIGHTED = {"fusion": ("paths", "levels")}
@@ -30,33 +28,23 @@ class BranchAdvantages(Method):
         levels    V(n) = sum over children c of softmax_c(beta l_c) V(c), from the leaves up      the code's form
 
         A(n) = (V(n) - mean) / (std + eps)      over the nodes of n's depth in its tree; 0 if std < 1e-6
-        A_t  = clip(A(n), -clip, clip)          for every token t of n
+        A_t  = clip(A(n), -clip, clip)          for every token t of n, instead of any estimator's advantage
 
-    These replace the advantages of any estimator. Of the copies of a token that several rows share, one stays in the
-    update and the others leave it (`shared: first`). It is the copy in the rollout with the lowest number, among those
-    that no other method took out. Averages over tokens then count each token once. Averages over rows (TRL
-    `loss_type: grpo`, verl `seq-mean-*`) give the tokens of rows that lost their copies a larger weight. There,
-    `shared: every` trains all copies with the advantage divided by their number.
-
-    One split before the first token, with as many children as rollouts, is GRPO: the nodes of depth 1 are the rollouts.
+    Of the copies of a token that several rows share one is trained (`shared: first`), that of the lowest rollout among
+    those that no other method took out: right for averages over tokens. `shared: every`, for averages over rows, trains
+    all copies with the advantage divided by their number.
 
     Symbols: r, V and A are float64, std has the divisor n - 1. l_c is the mean or the sum (`edge_logprob`) of the old
-    log-probs of c's tokens; a node without tokens has 0. `rollouts.meta["branches"]` of a row names its nodes, see
-    `rl_plugins.methods.branch_grpo.trees`.
+    log-probs of c's tokens, 0 without one. `rollouts.meta["branches"]` names a row's nodes (`branch_grpo.trees`).
 
-    Special cases: a row without a reward (NaN) is no leaf, and the weights of the others are normalized again. A node
-    without any leaf has the advantage 0 and is in no mean, and so does a depth with one node. A copy in a row without
-    a reward stays only if no other row has the token. Two rows with the same last node count as two leaves. A row that
-    notes no tree keeps its advantages.
-
-    Logs: `in_trees`, share of the rows that note a tree; `compared`, share of the nodes with an advantage other than 0;
-    `shared`, share of the trained tokens that are further copies; `clipped`, share of the nodes with |A| > clip.
+    Special cases: a row without a reward (NaN) is no leaf, and its copy of a token stays only if it is the only one. A
+    node without any leaf, and a depth with one node, have the advantage 0; the former is in no mean. Two rows with the
+    same last node are two leaves. A row that notes no tree keeps its advantages.
 
     Raises:
         MethodError: a row's note cannot be read, or the rows of a tree do not fit together.
 
-    Source: arXiv 2509.06040; `compute_node_rewards_from_leaves` and `compute_hierarchical_advantages_by_depth` in
-    `fastvideo/train_branchgrpo_flux.py` of the authors' code.
+    Source: arXiv 2509.06040; `fastvideo/train_branchgrpo_flux.py` of the authors' code.
     """
 
     name = "branch_advantages"
@@ -64,26 +52,18 @@ class BranchAdvantages(Method):
     does = "Compares the nodes of a tree of rollouts at equal depth, and trains what rollouts share once"
     problems = ("few_rollouts",)
     hosts = ("trl", "verl", "diffusion")
-    idle = (
-        Idle({"in_trees": 0}, "no row has a tree. Let `branch_text_rollout` or `branch_rollout` make the rollouts."),
-    )
+    idle = (Idle({"in_trees": 0}, "no row has a tree. Add `branch_text_rollout` or `branch_rollout`."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        fusion: Literal["uniform", "paths", "levels"] = param(
-            "uniform", "weights of the leaves below a node: equal, by path (paper), or by level (code)"
-        )
+        fusion: Literal["uniform", "paths", "levels"] = param("uniform", "weights of leaves: equal, by path, by level")
         beta: float = param(
             1.0, "beta, factor of the log-probs in the weights; 0: equal weights", ge=0, only_if=_WEIGHTED
         )
-        edge_logprob: Literal["mean", "sum"] = param(
-            "mean", "log-prob of a node of several tokens: their mean, or their sum", only_if=_WEIGHTED
-        )
+        edge_logprob: Literal["mean", "sum"] = param("mean", "log-prob of a node of several tokens", only_if=_WEIGHTED)
         clip: float = param(5.0, "largest |A|", gt=0, allow_inf=True)
         eps: float = param(1e-8, "constant added to the standard deviation", gt=0)
-        shared: Literal["first", "every"] = param(
-            "first", "copies of a shared token that are trained: the first one, or every one with its share"
-        )
+        shared: Literal["first", "every"] = param("first", "copies of a shared token that are trained")
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

@@ -9,20 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.groups import Groups, places
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import GIVEN, MethodParams, param
-from rl_plugins.core.rollouts import Rollouts, Run, Shape, Tokens
+from rl_plugins import ConfigError, Groups, Idle, Method, MethodParams, Rollouts, Run, Shape, Tokens, param
+from rl_plugins.core.groups import places
+from rl_plugins.core.params import GIVEN
 from rl_plugins.methods.branch_grpo.trees import COLUMN, Trees
 
 _RANKED = ({"width": "extreme"}, {"width": "parent_top1", "code_compat": True})
 
 
 class BranchPruning(Method):
-    """Leaves nodes of a tree of rollouts out of the update, by depth or by width. Sampling and rewards stay.
-
-    Step i counts batches from 1. Pruning acts as long as i <= floor(until * batches of the run).
+    """Leaves nodes of a tree of rollouts out of the update, in batches i = 1 .. floor(until * batches of the run).
 
         depth   nodes whose depth is in {d - shift : d in depths} leave
                 shift = min(floor(i / interval), max(0, min(depths) - stop))         0 without `interval`
@@ -31,20 +27,12 @@ class BranchPruning(Method):
                 extreme       N tail nodes of a tree -> min(N, max(2, floor(ratio N))): the best half of these, and the
                               worst for the rest
 
-    stop is `stop_depth`, or the largest depth of a node with several children in the batch. Nodes are ranked by their
-    advantages, so list `branch_advantages` first. What stays keeps its advantage, its log-probs and its copy.
+    stop is `stop_depth`, or the largest depth of a node with several children in the batch. The tail of a child of the
+    last split is all below it, or the child itself where no node is below these children (completions). With
+    `code_compat: true` parent_top1 is the code's form: each tail keeps its max(1, floor(ratio n)) best nodes.
 
-    The tail of a child of the last split is all below it: the child itself stays. Where no node is below these
-    children (completions, whose last segments reach to the end), they are the tails themselves.
-
-    With `code_compat: true` parent_top1 is the code's form: each tail keeps its max(1, floor(ratio n)) best nodes.
-
-    Symbols: the advantage of a node is the mean over its tokens; a child without tokens ranks last, and so does one
-    without a reward (NaN). Of equal ones the first stays.
-
-    Special cases: a tree without a split has no tails. Rows that note no tree stay.
-
-    Logs: `nodes`, trained nodes of a tree before pruning, and `pruned`, share of them that left; `shift`.
+    Symbols: nodes are ranked by the mean advantage of their tokens, so list `branch_advantages` first. A child without
+    tokens or without a reward (NaN) ranks last. Of equal ones the first stays. Rows that note no tree stay.
 
     Raises:
         ConfigError: `depths` is empty and `width` is "none", so no node could leave.
@@ -58,9 +46,7 @@ class BranchPruning(Method):
     does = "Leaves parts of a tree of rollouts out of the update, by depth or by width"
     problems = ("few_rollouts",)
     hosts = ("trl", "verl", "diffusion")
-    idle = (
-        Idle({"pruned": 0}, "nothing was pruned. Look at `depths` (are rollouts that deep?), `until` and `width`."),
-    )
+    idle = (Idle({"pruned": 0}, "nothing was pruned. Look at `depths`, `until` and `width`."),)
     needs = frozenset({"tokens", f"column:{COLUMN}"})
 
     @dataclass(frozen=True)
@@ -68,7 +54,7 @@ class BranchPruning(Method):
         depths: tuple[int, ...] = param((), "depths whose nodes leave, at the start of the run", ge=0)
         interval: int | None = param(None, "number of batches after which these depths move one up; none: never", ge=1)
         stop_depth: int | None = param(
-            None, "depth at which the moving stops; none: that of the last split", ge=0, only_if={"interval": GIVEN}
+            None, "depth that ends the moving; none: that of the last split", ge=0, only_if={"interval": GIVEN}
         )
         width: Literal["parent_top1", "extreme", "none"] = param("parent_top1", "choice among the tails of a tree")
         ratio: float = param(0.5, "share of the nodes that stay", gt=0, le=1, only_if=_RANKED)

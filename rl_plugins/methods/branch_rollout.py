@@ -7,49 +7,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from rl_plugins import ConfigError, Idle, Method, MethodParams, Program, Prompt, Run, param
 from rl_plugins.core.denoising import Denoise, Sample, SamplePrompt
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import GIVEN, MethodParams, param
-from rl_plugins.core.requests import Program, Prompt
-from rl_plugins.core.rollouts import Run
+from rl_plugins.core.params import GIVEN
 from rl_plugins.methods.branch_grpo.trees import COLUMN, note, shares
 
 
 class BranchRollout(Method):
     """Samples the rollouts of a prompt as a tree: denoising splits at some steps, and samples share what is before.
 
-        begin with the prompt's n rollouts in one branch, at a noise of its own
-        for step t = 0 .. T - 1:
-            if t is a split: every branch of r rollouts gets min(K, r) children of about r / K rollouts each, at the
-            last split r children; child b moves with the noise
-                xi_b = (xi_0 + s eta_b) / sqrt(1 + s^2)        xi_0 shared by siblings; xi_0, eta_b ~ N(0, 1)
-            else every branch moves with a noise of its own
+        begin with the n rollouts in one branch; at step t = 0 .. T - 1 every branch moves with a noise of its own; at a
+        split, one of r rollouts gets min(K, r) children of about r / K each (at the last split r), and child b has
+            xi_b = (xi_0 + s eta_b) / sqrt(1 + s^2)        xi_0 shared by siblings; xi_0, eta_b ~ N(0, 1)
 
-    xi_b ~ N(0, 1), so each leaf is distributed like the end of an ordinary chain. The noises of two siblings correlate
-    with 1 / (1 + s^2). With K^splits = n every split makes K children.
-
-    With `window` W, noise is added in the steps of a window and in splits; other steps are deterministic and not
-    trained. Step t is in a window if t - stride floor(t / stride) < W.
-
-    With `code_compat: true` children move with independent noise times s, as in the authors' code. Its density is that
-    of factor 1, so samples are not those of the policy.
+    xi_b ~ N(0, 1), so each leaf is distributed like the end of an ordinary chain. With `window` W, noise is added where
+    t - stride floor(t / stride) < W and in splits; other steps are deterministic and not trained. `code_compat: true`
+    moves children with independent noise times s, as the authors' code: its density is that of factor 1, so samples are
+    not those of the policy.
 
     Symbols: splits count steps from 0. A node is one transition, of the depth of its step + 1. Column `branches` of a
-    row: the nodes on its way (see `rl_plugins.methods.branch_grpo.trees`).
+    row: the nodes on its way (`rl_plugins.methods.branch_grpo.trees`).
 
-    Special cases: splits beyond the last step T - 1 are at the last step, and equal ones are one split. `splits: none`
-    takes `rounds` splits, at the steps i floor(T / rounds). Evaluation makes independent samples.
-
-    Logs: `leaves`, samples of a prompt; `passes`, passes of the model per sample; `saved`, share of the passes of
-    independent samples that were not made; `trained`, share of a sample's steps with noise.
+    Special cases: splits beyond the last step are at the last step, and equal ones are one split. `splits: none` takes
+    `rounds` splits, at the steps i floor(T / rounds). Evaluation makes independent samples.
 
     Raises:
-        ConfigError: `splits` is empty; `window` is not below `stride`, so every step would have noise; a language
-            model; splits that make fewer samples than the run has of a prompt.
+        ConfigError: no `splits`; `window` not below `stride`; a language model; too few samples per prompt.
 
-    Source: arXiv 2509.06040; `run_tree_sample_step`, `flux_step_with_split` and `parse_split_points` in
-    `fastvideo/train_branchgrpo_flux.py` of the authors' code.
+    Source: arXiv 2509.06040; `run_tree_sample_step` in `fastvideo/train_branchgrpo_flux.py` of the authors' code.
     """
 
     name = "branch_rollout"
@@ -65,15 +50,13 @@ class BranchRollout(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         splits: tuple[int, ...] | None = param(
-            (0, 3, 6, 9), "B, steps at which a branch splits, from 0; none: `rounds` even ones", ge=0
+            (0, 3, 6, 9), "B, steps that split, from 0; none: `rounds` even ones", ge=0
         )
         rounds: int = param(4, "number of splits at even distances from step 0 on", ge=1, only_if={"splits": None})
         children: int = param(2, "K, number of children at a split", ge=2)
         s: float = param(4.0, "s, part of a child's own noise against that of all siblings", ge=0)
         code_compat: bool = param(False, "noise of children as in the authors' code: independent, times s")
-        window: int | None = param(
-            None, "W, number of steps with noise from the start of every stride; none: all steps", ge=1
-        )
+        window: int | None = param(None, "W, first steps of every stride that have noise; none: all steps", ge=1)
         stride: int = param(30, "number of steps from one window to the next", ge=2, only_if={"window": GIVEN})
 
         def check(self) -> None:

@@ -7,19 +7,15 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.requests import Generate, Generated, Program, Prompt, Trajectory
-from rl_plugins.core.rollouts import Run
+from rl_plugins import ConfigError, Generate, Idle, Method, MethodParams, Program, Prompt, Run, Trajectory, param
+from rl_plugins.core.requests import Generated
 from rl_plugins.methods.branch_grpo.trees import COLUMN, note, origins_of, shares
 
 
 class BranchTextRollout(Method):
     """Samples the rollouts of a prompt as a tree: completions split at given token places, and share what is before.
 
-    Reconstruction: the paper branches denoising steps of images. That completions split at token places, and what a
-    depth is then, is ours.
+    Reconstruction: the paper branches denoising steps of images. Splits of completions at token places are ours.
 
         begin with the prompt's n rollouts in one branch
         for every place b of `places`, in order:
@@ -28,24 +24,19 @@ class BranchTextRollout(Method):
             last place into r branches
         sample all branches to their end
 
-    Every token is an ordinary sample of the policy in its context, with its log-prob. So each completion is distributed
-    like an independent one, and completions of a branch are independent given its tokens.
+    Every token is an ordinary sample of the policy in its context, with its log-prob, so each completion is distributed
+    like an independent one.
 
     Symbols: the depth of a token is the number of splits before it. A node is what a branch samples between two splits.
-    Column `branches` of a row: the nodes on its way, one per depth, and where the tokens of each end (see
-    `rl_plugins.methods.branch_grpo.trees`).
+    Column `branches` of a row: the nodes on its way, one per depth, and where the tokens of each end
+    (`rl_plugins.methods.branch_grpo.trees`).
 
     Special cases: a branch that ends before a split becomes r equal rows, and `branch_advantages` trains one of them.
-    They keep the mean of a node equal to that of its children. Of several places inside a prefix of the plan one split
-    remains, right after the prefix. Places beyond the length of a completion are not reached. What the engine
-    interrupts goes on, as long as it makes tokens. Evaluation samples independent rollouts.
-
-    Logs: `leaves`, different rows of a prompt; `copies`, share of the rows that repeat another one; `saved`, share of
-    the rows' tokens that were not sampled, because another row shares them.
+    Of several places inside a prefix of the plan one split remains, after the prefix. Places beyond the end of a
+    completion are not reached. What the engine interrupts goes on. Evaluation samples independent rollouts.
 
     Raises:
-        ConfigError: `places` is empty or does not rise, lies beyond the completion length, or makes fewer branches than
-            the run has rollouts of a prompt.
+        ConfigError: `places` is empty, does not rise, lies beyond the completion length, or makes too few branches.
 
     Source: arXiv 2509.06040, carried over to text.
     """
@@ -56,9 +47,7 @@ class BranchTextRollout(Method):
     problems = ("few_rollouts",)
     brings_columns = (COLUMN,)
     needs = frozenset({f"column:{COLUMN}"})
-    idle = (
-        Idle({"saved": 0}, "no token was shared. Lower `places`, or let completions be longer than the first one."),
-    )
+    idle = (Idle({"saved": 0}, "no token was shared. Lower `places`, or let completions be longer."),)
     min_group_size = 2
 
     @dataclass(frozen=True)

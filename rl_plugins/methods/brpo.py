@@ -10,10 +10,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError, MethodError
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import GIVEN, MethodParams, param
-from rl_plugins.core.rollouts import Rollouts, Run
+from rl_plugins import ConfigError, Method, MethodError, MethodParams, Rollouts, Run, param
+from rl_plugins.core.params import GIVEN
 from rl_plugins.kit.judges import JudgeParams, make_judge
 from rl_plugins.kit.services import Endpoint, Failure, NotAsked, Service, failures, number, prompt_text
 
@@ -30,6 +28,7 @@ weigh both answers by them. The order in which the answers are shown means nothi
 {b}
 
 End with one line that scores both answers from 0 to 10: Scores: A=<number>, B=<number>"""
+_ENDPOINT = {"judge_url": GIVEN}
 SCORES = r"A\s*=\s*(\d+(?:\.\d+)?)\s*,\s*B\s*=\s*(\d+(?:\.\d+)?)"
 
 
@@ -45,33 +44,26 @@ class Brpo(Method):
         A_ref = 0
         the group leaves if |sum_i A_i| / G > filter_tau             (the reference was an outlier)
 
-    A_i is the advantage: no mean is subtracted, and nothing is divided. With a strict order the sum of A over all
-    choices of the reference is 0, and the bar rises with the policy. A judge that prefers a position gives all A_i =
-    -1, and the group leaves (for G >= 3 at the paper's 0.6; at G = 2 the -1 is trained on).
+    A_i is the advantage: no mean is subtracted, and nothing is divided.
 
-    `judge(prompt, a, b)` takes three texts and returns two scores (of a, of b), "A", "B", or None for no verdict. A
-    completion is preferred if its score is higher by more than `min_margin`, or if the judge names its letter. An
-    endpoint's reply must contain "A=<number>, B=<number>" (see `TEMPLATE`).
+    `judge(prompt, a, b)`, which may be `async def`, takes three texts and returns two scores (of a, of b), "A", "B", or
+    None for no verdict. A completion is preferred if its score is higher by more than `min_margin`, or if the judge
+    names its letter. Without a `judge` an endpoint replies with "A=<number>, B=<number>" (see `TEMPLATE`).
 
     Symbols: rewards and advantages (rows,) float64, A itself, in place of the host's rewards. The reference is drawn
-    from `self.rng`, per group number. A rollout of several rows (turns, agents) is judged by the text of its last row
-    and counts once.
+    from `self.rng`, per group number.
 
-    Special cases: a judge that raises, hangs or gives an unreadable answer after all retries prefers nobody; this
-    counts as a loss, with a warning. A group without any verdict leaves. A completion equal to the reference loses
-    without a question, and equal questions are asked once per vote. A row without a reward (NaN) is not compared, so a
-    dummy reward function must return 0 and not None. A group of one has A = 0 with a warning.
-
-    Logs: `win`, share of the rollouts compared that won; `agree`, share of those judged where every condition prefers
-    the same one of the two (1: neither position nor chance decides); `skew`, mean over groups; `dropped`, share of the
-    groups; `judged`, questions; `judge_failed`, share of them without an answer after all tries.
+    Special cases: a judge that raises, hangs or cannot be read after all retries prefers nobody, which counts as a
+    loss. A group without any verdict leaves. A completion equal to the reference loses without a question, and equal
+    questions are asked once per vote. A row without a reward (NaN) is not compared, so a dummy reward function must
+    return 0. A group of one has A = 0. A rollout of several rows counts once, by the text of its last row.
 
     Raises:
-        ConfigError: no judge or two, a parameter out of range or without effect.
+        ConfigError: no judge or two, a parameter without effect.
         MethodError: no verdict for any pair of a batch.
 
-    Source: arXiv 2506.00103, without code: steps 1-5 of the paper as read through three independent notes, which agree
-    with a public re-implementation on TRL, whose aggregation the golden cases are.
+    Source: arXiv 2506.00103, without code: steps 1-5 as three independent notes tell them, which agree with a public
+    re-implementation on TRL, whose aggregation the golden cases are.
     """
 
     name = "brpo"
@@ -86,26 +78,16 @@ class Brpo(Method):
         asked: ClassVar[tuple[str, ...]] = ("prompt", "a", "b")
         example_judge: ClassVar[str] = "rl_plugins.lab.demo.judges:digits"
 
-        judge: Callable[..., Any] | None = param(
-            None,
-            'function judge(prompt, a, b) that returns two scores, "A", "B" or None; may be `async '
-            "def`; none: an endpoint judges",
-        )
-        judge_template: str = param(
-            TEMPLATE, "message to the endpoint, with {prompt}, {a} and {b}", only_if={"judge_url": GIVEN}
-        )
+        judge: Callable[..., Any] | None = param(None, 'function judge(prompt, a, b) -> two scores, "A", "B" or None')
+        judge_template: str = param(TEMPLATE, "message with {prompt}, {a} and {b}", only_if=_ENDPOINT)
         judge_reply: Literal["marked", "json", "last"] = param(
-            "marked",
-            "format of the verdict in the endpoint's reply: between marks, a JSON object, or the last match",
-            only_if={"judge_url": GIVEN},
+            "marked", "format of the verdict in a reply", only_if=_ENDPOINT
         )
         votes: int = param(1, "number of votes in each of the two orders", ge=1)
         filter_tau: float = param(0.6, "largest |sum A| / G at which a group stays; 1 keeps all", ge=0, le=1)
         tie_value: Literal[-1, 0] = param(-1, "advantage of a rollout that wins only some conditions")
         min_margin: float = param(0.0, "margin by which a score must be higher to win (ours)", ge=0)
-        reference: int | None = param(
-            None, "position of the reference in its group, at most the last one; none: random", ge=0
-        )
+        reference: int | None = param(None, "position of the reference in its group; none: random", ge=0)
         prompt_column: str = param("prompt", "dataset column with the prompt")
 
         def check(self) -> None:

@@ -12,11 +12,10 @@ from difflib import SequenceMatcher
 from functools import partial
 from typing import Any, Literal
 
-from rl_plugins.core.errors import ConfigError, MethodError
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import GIVEN, MethodParams, above, param
+from rl_plugins import Call, ConfigError, Idle, Method, MethodError, MethodParams, Program, Prompt, Trajectory, param
+from rl_plugins.core.params import GIVEN, above
 from rl_plugins.core.redundancy import independent
-from rl_plugins.core.requests import Call, Kind, Program, Prompt, Trajectory
+from rl_plugins.core.requests import Kind
 from rl_plugins.kit.agents import Episode, act, finish, generate, open_episode, reply
 from rl_plugins.kit.agents.environment import check_environment
 
@@ -27,7 +26,14 @@ PATTERNS = (
 SUCCESS = "Tool call success"
 NOTE = "Note: this has failed {retries} times in a row. Try another approach."
 
-_REPAIRED = {"max_tool_retries": above(0), "rollback_probability": above(0)}  # where parameters have an effect
+# where parameters have an effect
+_ROLLED_BACK = {"rollback_probability": above(0)}
+_REPAIRED = {"max_tool_retries": above(0), **_ROLLED_BACK}
+_MARKED = {**_REPAIRED, "marker": GIVEN}
+_COMPARED = {**_MARKED, "gamma": above(0)}
+_NOTED = {**_REPAIRED, "max_tool_retries": above(1)}
+_SWITCHED = ({"max_tool_retries": above(0)}, {"copy_environment": True})
+_ATTEMPTED = (_REPAIRED, {"copy_environment": True})
 
 
 class Cleaner(Method):
@@ -35,35 +41,27 @@ class Cleaner(Method):
 
     A turn is reasoning and a call, which begins at `marker`. When the call o of a turn fails:
 
-        aside, behind the failed turn and its error, the policy generates another turn with a call n
+        aside, after the failed turn and its error, the policy generates another turn with a call n
         s = difflib ratio of the texts of o and n, 0 to 1
         s >= gamma:  reasoning of o + call of n      (shallow: the call is swapped)
         s <  gamma:  the whole turn of n             (deep: the reasoning goes, too)
         the error and the failed call are gone; the environment takes the repaired turn; again up to K times
 
     After K retries the last failed call and its error stay, with a `note` after two or more retries, and the rollout is
-    not repaired again. If the other turn has no call, the error and that turn stay as sampled, and repairs end. Without
-    a failure, and with probability 1 - rollback_probability per rollout, this is the plain agent loop.
-
-    A call has failed if the environment says so (`errors: invalid`), or, as in the authors' harness, if the text that
-    it returns is not empty and does not contain `success_marker` (`errors: text`).
+    not repaired again; nor is it if the other turn has no call: the error and that turn then stay as sampled. With
+    probability 1 - rollback_probability per rollout this is the plain agent loop. A call has failed if the environment
+    says so (`errors: invalid`), or if the text that it returns is not empty and lacks `success_marker` (`text`).
 
     Symbols: tokens of n were sampled in another context, so they are forced: trained, without a rollout log-prob (NaN).
-    The reasoning of o and everything after a repair were sampled in the merged context and keep their log-probs. `meta`
-    of a row has counts of the rollout: `calls` (first attempts), `failed_calls` (of those), `recovered`, `given_up`,
-    `retries`, `repairs`, `deep_repairs`, and `error_types`, `stop_reason` ("done", "limit", "length", "aborted",
-    "error"), `score`, `turns`, `done`, `error`.
+    `meta` of a row has the counts `calls` (first attempts), `failed_calls` (of those), `recovered`, `given_up`,
+    `retries`, `repairs`, `deep_repairs`, and `error_types`, `stop_reason`, `score`, `turns`, `done`, `error`.
 
     Special cases: an empty other turn counts as a retry. Nothing is repaired at the last of `max_turns` turns and after
-    `max_attempts` calls. A repaired turn that is too long is cut and ends the rollout. An environment that breaks ends
-    the rollout. With `copy_environment` the repaired call goes to the copy made before the failed one, so a failed call
-    may also raise, hang or end the episode.
-
-    Logs: in training, `failed_calls`, share of the first attempts; `recovered`, share of those; `deep`, share of the
-    repairs; `retries` per rollout; `grafted`, share of the trained tokens that are forced.
+    `max_attempts` calls. A repaired turn that is too long, or an environment that breaks, ends the rollout. With
+    `copy_environment` the repaired call goes to the copy made before the failed one.
 
     Raises:
-        ConfigError: no environment, a parameter out of range, a note that cannot be filled in.
+        ConfigError: no environment, a note that cannot be filled in.
         MethodError: the environment cannot be copied, or that of no rollout of a prompt can be reset.
 
     Source: arXiv 2601.15141; Tianshi-Xu/Open-CLEANER, verl/verl/experimental/agent_loop/tool_agent_loop.py (commit
@@ -78,72 +76,25 @@ class Cleaner(Method):
     forces_tokens = True
     independent_rollouts = True
     in_eval = ("rollout",)
-    idle = (
-        Idle(
-            {"retries": 0},
-            "no call was retried. No call failed (cleaner/failed_calls), or failures are not "
-            "detected: look at `errors` and `marker`, and at `max_tool_retries` and "
-            "`rollback_probability`.",
-        ),
-    )
+    idle = (Idle({"retries": 0}, "no call was retried: see cleaner/failed_calls, `errors` and `marker`."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        environment: Callable[..., Any] | None = param(
-            None, "class or function without arguments that makes an environment, as module:attribute; required"
-        )
-        gamma: float = param(
-            0.5,
-            "lowest similarity at which only the call is swapped; 0: always, above 1: never",
-            ge=0,
-            only_if={**_REPAIRED, "marker": GIVEN},
-        )
+        environment: Callable[..., Any] | None = param(None, "class or function that makes an environment; required")
+        gamma: float = param(0.5, "lowest similarity that swaps only the call", ge=0, only_if=_MARKED)
         max_tool_retries: int = param(3, "K, most retries of a turn; 0: nothing is repaired", ge=0)
-        rollback_probability: float = param(
-            1.0,
-            "probability that repairs are switched on for a rollout",
-            ge=0,
-            le=1,
-            only_if=({"max_tool_retries": above(0)}, {"copy_environment": True}),
-        )
-        max_attempts: int = param(
-            30,
-            "number of calls of a rollout, retries included, after which nothing is repaired",
-            ge=1,
-            only_if=(_REPAIRED, {"copy_environment": True}),
-        )
-        marker: str = param(
-            "<tool_call>", "text that begins a call; a turn without it has no call; empty: the whole turn is the call"
-        )
-        compare: Literal["call_text", "code"] = param(
-            "call_text",
-            "texts that are compared: the whole call, or its code",
-            only_if={**_REPAIRED, "marker": GIVEN, "gamma": above(0)},
-        )
+        rollback_probability: float = param(1.0, "probability of repairs in a rollout", ge=0, le=1, only_if=_SWITCHED)
+        max_attempts: int = param(30, "calls of a rollout after which nothing is repaired", ge=1, only_if=_ATTEMPTED)
+        marker: str = param("<tool_call>", "text that begins a call; empty: the whole turn is the call")
+        compare: Literal["call_text", "code"] = param("call_text", "compared texts", only_if=_COMPARED)
         boundary: Literal["exact", "code_compat"] = param(
-            "exact",
-            "rule for the first token of a marker of several tokens",
-            only_if={**_REPAIRED, "marker": GIVEN},
+            "exact", "rule for a marker of several tokens", only_if=_MARKED
         )
-        errors: Literal["invalid", "text"] = param(
-            "invalid", "sign of a failed call: `valid` of the observation, or its text"
-        )
-        success_marker: str = param(
-            SUCCESS, "text that is part of the result of every successful call", only_if={"errors": "text"}
-        )
-        patterns: tuple[str, ...] = param(
-            PATTERNS, "names of errors, counted in the row's `meta`", only_if={"errors": "text"}
-        )
-        copy_environment: bool = param(
-            False,
-            "copies of the environment (copy.deepcopy) before each call, for calls that change it",
-            only_if={"rollback_probability": above(0)},
-        )
-        note: str = param(
-            NOTE,
-            "text added to the error after two or more retries, with {retries}",
-            only_if={**_REPAIRED, "max_tool_retries": above(1)},
-        )
+        errors: Literal["invalid", "text"] = param("invalid", "sign of a failed call: `valid`, or its text")
+        success_marker: str = param(SUCCESS, "text in the result of every successful call", only_if={"errors": "text"})
+        patterns: tuple[str, ...] = param(PATTERNS, "names of errors, counted in `meta`", only_if={"errors": "text"})
+        copy_environment: bool = param(False, "copies of the environment before each call", only_if=_ROLLED_BACK)
+        note: str = param(NOTE, "text added to the error, with {retries}", only_if=_NOTED)
         max_turns: int = param(16, "most turns of the agent", ge=1)
         turn_tokens: int | None = param(None, "most tokens of a turn; none: the room left in the completion", ge=1)
         timeout: float = param(60.0, "time limit of one call of the environment, in seconds", gt=0)

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import GIVEN, MethodParams, param
-from rl_plugins.core.rollouts import Rollouts, Run, Shape, Tokens
+from rl_plugins import ConfigError, Groups, Idle, Method, MethodParams, Rollouts, Run, Shape, Tokens, param
+from rl_plugins.core.params import GIVEN
 
 _ROUNDING = 1e-9  # of variances that are equal, and of shares times counts
 
@@ -21,35 +18,23 @@ _ROUNDING = 1e-9  # of variances that are equal, and of shares times counts
 class D3s(Method):
     """Dynamic Dual-Level Down-Sampling: trains few rows and tokens at first, and almost all of them at the end.
 
-    Reconstruction: the shares at the start and at the end, ties, rounding, and whether tokens are ranked over the batch
-    were not published; ours are used here. The rules themselves are the paper's; what was read are two notes that
-    agree.
-
-    Acts after any estimator and leaves its advantages A unchanged. With the progress p = generation batch / generation
-    batches of the run, a share relaxes linearly from `start` to `end`:
-
-        share(p) = (1 - p) start + p end
+    Reconstruction: shares, ties, rounding, and whether tokens are ranked over the batch are ours. The rules are the
+    paper's. After any estimator, with p = batch / batches of the run, a share is (1 - p) start + p end:
 
         1. group    of the n rows of each group keep the round(group_rows(p) n) rows whose A have the largest variance
         2. batch    of these rows keep the round(batch_rows(p) * rows of the batch) with the largest variance of A
         3. tokens   of the tokens of these rows keep the ceil(tokens(p) * number of them) with the largest |A_it| H_it
 
-    The rows with the largest (population) variance are always the h largest and otherwise the smallest ones for some h,
-    so all h are tried. Among equal variances the h closest to half of the rows wins, then the larger; among equal rows
-    or tokens the earlier.
+    The rows with the largest (population) variance are the h largest and otherwise the smallest ones for some h, so all
+    h are tried. Among equal variances the h closest to half of the rows wins, then the larger; among equal rows or
+    tokens the earlier.
 
     Symbols: A (rows,) float64 is the mean of the row's token advantages; A_it (tokens,) that of the token; H_it
-    (tokens,) entropy of the full next-token distribution, in nats, of the policy before the update. The loss is
-    normalized by the rows and tokens that are kept. A row may lose all of its tokens.
+    (tokens,) its entropy in nats, of the policy before the update. The loss is normalized by what is kept.
 
-    Special cases: at least one row of a group and of the batch is kept; one row alone is the one with the largest |A|.
-    Rows without a reward (NaN) leave as soon as rows are selected and do not count in the shares. Rows with A = 0
-    usually leave first in line 2, but stay where they are an extreme. Each row of a rollout counts separately.
-
-    Logs: `rows_kept`, `tokens_kept`, shares of the batch; `variance_gain`, variance of A among kept rows / among all.
-
-    Raises:
-        ConfigError: a parameter out of range.
+    Special cases: at least one row of a group and of the batch is kept, that with the largest |A| if it is one. Rows
+    without a reward (NaN) leave as soon as rows are selected and do not count in the shares. Each row of a rollout
+    counts separately, and a row may lose all of its tokens.
 
     Source: arXiv 2509.22115, sample level, token level and dynamic schedule. The authors' code was not published.
     """
@@ -59,30 +44,18 @@ class D3s(Method):
     does = "Trains only the rows with the largest advantage variance and their most informative tokens"
     problems = ("length",)
     needs = frozenset({"tokens", "entropies"})
-    idle = (
-        Idle(
-            {"rows_kept": 1, "tokens_kept": 1},
-            "no row and no token left the update. Lower `group_rows_start`, `batch_rows_start` or "
-            "`tokens_start`, or make the batch larger: shares of few rows are rounded.",
-        ),
-    )
+    idle = (Idle({"rows_kept": 1, "tokens_kept": 1}, "no row and no token left. Lower the shares at the start."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        group_rows_start: float = param(0.5, "share of each group's rows that is kept at the start", gt=0, le=1)
-        group_rows_end: float = param(1.0, "share of each group's rows that is kept at the end of the run", gt=0, le=1)
-        batch_rows_start: float | None = param(
-            0.25, "share of the batch's rows that is kept at the start; none: line 2 is skipped", gt=0, le=1
+        group_rows_start: float = param(
+            0.5, "share of each group's rows that is kept at the start of the run", gt=0, le=1
         )
-        batch_rows_end: float = param(
-            1.0,
-            "share of the batch's rows that is kept at the end of the run",
-            gt=0,
-            le=1,
-            only_if={"batch_rows_start": GIVEN},
-        )
+        group_rows_end: float = param(1.0, "that share at the end of the run", gt=0, le=1)
+        batch_rows_start: float | None = param(0.25, "share of the batch's rows; none: no line 2", gt=0, le=1)
+        batch_rows_end: float = param(1.0, "that share at the end", gt=0, le=1, only_if={"batch_rows_start": GIVEN})
         tokens_start: float = param(0.2, "share of the kept rows' tokens that is kept at the start", gt=0, le=1)
-        tokens_end: float = param(1.0, "share of the kept rows' tokens that is kept at the end of the run", gt=0, le=1)
+        tokens_end: float = param(1.0, "that share at the end", gt=0, le=1)
 
         def check(self) -> None:
             start, end = self.batch_rows_start, self.batch_rows_end

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_plugins.core.method import Bundle
+from rl_plugins import Bundle
 
 DARS_B = Bundle(
     "dars_b",

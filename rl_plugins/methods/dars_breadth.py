@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rl_plugins.core.method import Method, SameAs
-from rl_plugins.core.params import MethodParams, param
+from rl_plugins import Method, MethodParams, param
+from rl_plugins.core.method import SameAs
 
 _ACTOR = "actor_rollout_ref.actor"
 

@@ -8,9 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Rollouts
+from rl_plugins import Method, MethodParams, Rollouts, param
 
 
 class DartAdvantages(Method):
@@ -27,9 +25,6 @@ class DartAdvantages(Method):
     Special cases: rollouts without a reward (NaN) are out of the statistics and have the advantage 0. A group with
     K = 1, or of equal rewards, has the advantage 0. A rollout without a turn has k = 1. A rollout of several rows
     counts with the turns of all of them; with `trajectory` it counts once.
-
-    Logs: `steps`, mean steps of the rollouts; `mean_shift`, mean over the groups of |mean over steps - mean over
-    rollouts|.
 
     Source: arXiv 2509.23866, section on step-wise GRPO; verl/trainer/ppo/core_algos.py of dart-gui, where step rows
     carry the task as uid.

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Rollouts, Shape, Tokens
+from rl_plugins import Groups, Idle, Method, MethodParams, Rollouts, Shape, Tokens, param
 
 
 class DartEntropy(Method):
@@ -26,9 +23,6 @@ class DartEntropy(Method):
 
     Special cases: a group with one step keeps it. Steps without a trained token do not count. Tokens outside of any
     turn stay. Steps of rows without a reward (NaN) count like others; their advantage is 0.
-
-    Logs: `kept`, share of the steps that are trained; `threshold`, mean of the quantiles; `entropy_kept` and
-    `entropy_left`, mean entropy of both kinds of steps.
 
     Source: arXiv 2509.23866, section on high-entropy steps. The released trainer has only a variant that is commented
     out and keeps a share of the whole batch.

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Plan, Rollouts, Run, Tokens
+from rl_plugins import Groups, Idle, Method, MethodParams, Plan, Rollouts, Run, Tokens, param
 from rl_plugins.methods.dart.history import TaskHistory, is_stored
 
 
@@ -31,9 +28,6 @@ class DartLength(Method):
     as one turn. Evaluation is not limited.
 
     State: the limit of every prompt that was solved, 16 bytes each.
-
-    Logs: `limited`, share of the prompts of the batch that had a limit; `limit`, mean of these; `cut`, share of the
-    rollouts that ended at their limit without a success.
 
     Source: arXiv 2509.23866, section on dynamic trajectory length. The released code has a fixed number of steps.
     """

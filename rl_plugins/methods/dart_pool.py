@@ -9,11 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
+from rl_plugins import Completion, Groups, Idle, Method, MethodParams, Plan, PlanRow, Rollouts, Run, Tokens, param
 from rl_plugins.core.requests import Turn
-from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Rollouts, Run, Tokens
 from rl_plugins.methods.dart.history import STORED, TaskHistory, is_stored, success_rate, successes
 
 
@@ -30,25 +27,18 @@ class DartPool(Method):
     A group of more than N rollouts (spare ones of other methods) is then trimmed to N, the host's number: one success
     and one failure at random where there are both, the others at random.
 
-    A stored success is planned together with the rollouts of its task, as a spare completion that is given. That is so
-    if the latest N outcomes of the task have a success rate of at most `give_below`. It is neither generated nor scored
-    again, and it leaves where it is not needed.
+    A stored success is planned with the rollouts of its task, as a spare completion that is given, if the latest N
+    outcomes of the task have a success rate of at most `give_below`. It leaves where it is not needed.
 
     Symbols: a success is a reward of at least `success_threshold`. Versions are published weights, log-probs in nats.
 
-    Special cases: rewards below `invalid_below` are no rewards (NaN): broken runs of an environment. A group without a
-    reward leaves. A stored rollout whose tokens the group has, or whose prompt is another one now, leaves. Rollouts of
-    several rows, of foreign prompts (-1), and with a token of unknown probability are not stored. Turns are stored
-    where a method of the run reads them.
+    Special cases: rewards below `invalid_below` are no rewards (NaN). A group without a reward leaves. A stored rollout
+    whose tokens the group has, or whose prompt has changed, leaves. Rollouts of several rows, of foreign prompts (-1),
+    and with a token of unknown probability are not stored. Turns are stored where a method of the run reads them.
 
     State: the outcomes, and the stored rollouts: at most `pool_tasks`, the oldest leave.
 
-    Logs: `failed`, `solved`, shares of the groups with a = 0 and a >= acc_max; `replaced`, share that got a stored
-    success; `dropped`, share that left; `given`, stored rollouts that were planned; `pool`, tasks with a stored
-    success; `invalid`, share of the rollouts below `invalid_below`.
-
-    Source: arXiv 2509.23866, section on the experience pool; the filter of trainable groups in
-    src/core/task_loader.py of dart_rollouter.
+    Source: arXiv 2509.23866, section on the experience pool; src/core/task_loader.py of dart_rollouter (its filter).
     """
 
     name = "dart_pool"

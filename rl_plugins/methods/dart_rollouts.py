@@ -8,18 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Plan, Rollouts, Run, Tokens
+from rl_plugins import ConfigError, Groups, Idle, Method, MethodParams, Plan, Rollouts, Run, Tokens, param
 from rl_plugins.methods.dart.history import TaskHistory, success_rate, successes
-
-
-def rollouts_for(rate: Tensor, most: int, threshold: float, least: int) -> Tensor:
-    """(prompts,) float64 success rates, NaN where nothing is known -> (prompts,) int64 rollouts."""
-    fewer = torch.floor(9 / rate - 7).clamp(min=least, max=most)
-    return torch.where((rate >= threshold) & (rate > 0), fewer, float(most)).long()
 
 
 class DartRollouts(Method):
@@ -35,14 +25,10 @@ class DartRollouts(Method):
 
     Symbols: rewards float64, a success is a reward of at least `success_threshold`.
 
-    Special cases: rollouts without a reward (NaN) do not count. A rollout of several rows counts once. Stored rollouts
-    of `dart_pool` do not count. Foreign prompts (-1) keep the host's number. `threshold` above 1 leaves every prompt at
-    N.
+    Special cases: rollouts without a reward (NaN) and stored ones of `dart_pool` do not count. A rollout of several
+    rows counts once. Foreign prompts (-1) keep the host's number.
 
     State: the latest N outcomes and n' of every prompt that was seen, 8 (N + 2) bytes each.
-
-    Logs: `rollouts`, mean n of the planned prompts; `eased`, share of them with fewer than N; `success_rate`, mean over
-    the prompts seen.
 
     Raises:
         ConfigError: `n_min` above the host's rollouts per prompt.
@@ -61,9 +47,7 @@ class DartRollouts(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        threshold: float = param(
-            0.6, "lowest success rate at which a task gets fewer rollouts; above 1: none does", ge=0
-        )
+        threshold: float = param(0.6, "lowest success rate that gives a task fewer rollouts; above 1: none does", ge=0)
         n_min: int = param(1, "fewest rollouts of a task", ge=1)
         success_threshold: float = param(0.5, "lowest reward that counts as a success")
 
@@ -106,3 +90,9 @@ class DartRollouts(Method):
         outcomes, planned = (history.of(prompts) for history in self._history())
         latest = torch.where(torch.isnan(planned[:, 0]), float(most), planned[:, 0])
         return rollouts_for(success_rate(outcomes, latest), most, self.params.threshold, self.params.n_min)
+
+
+def rollouts_for(rate: Tensor, most: int, threshold: float, least: int) -> Tensor:
+    """(prompts,) float64 success rates, NaN where nothing is known -> (prompts,) int64 rollouts."""
+    fewer = torch.floor(9 / rate - 7).clamp(min=least, max=most)
+    return torch.where((rate >= threshold) & (rate > 0), fewer, float(most)).long()

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rl_plugins import Method, MethodParams, Rollouts, Shape, Tokens, param
 from rl_plugins.core.losses import LOG_RATIO_LIMIT
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Rollouts, Shape, Tokens
 
 
 class DartTis(Method):
@@ -26,8 +24,6 @@ class DartTis(Method):
 
     Special cases: a token whose sampled log-prob is not known has w = 1; in the authors' code that is a row whose
     log-probs are all 0. A difference that is not finite counts as 0.
-
-    Logs: `weight_mean` and `weight_max` of w; `capped`, share of the tokens above C.
 
     Source: arXiv 2509.23866, section on distribution alignment; compute_policy_loss with vllm_log_prob in
     verl/trainer/ppo/core_algos.py of dart-gui.

@@ -1,5 +1,4 @@
-"""AReaL's decoupled PPO loss (arXiv 2505.24298): the trust region is centered on a recent policy, not on the one that
-sampled."""
+"""AReaL's decoupled PPO loss (arXiv 2505.24298): the trust region is centered on a recent policy."""
 
 from __future__ import annotations
 
@@ -10,11 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.losses import LOG_RATIO_LIMIT, ppo_clip
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Terms
+from rl_plugins import ConfigError, Method, MethodParams, Terms, param, ppo_clip
+from rl_plugins.core.losses import LOG_RATIO_LIMIT
 
 Metric = Literal["ratio", "k1", "k2", "k3", "k3_code"]
 Level = Literal["token", "sequence"]
@@ -23,57 +19,45 @@ Proximal = Literal["recompute", "loglinear", "linear", "rollout"]
 
 WEIGHTED = ("recompute", "loglinear", "linear")  # proximal policies that differ from the behaviour policy
 BOUNDED = ("mask", "clamp")
+_BOUND = {"action": BOUNDED, "proximal": WEIGHTED}
 EPS = 1e-10  # added to the probability of `linear` before the logarithm, as in the authors' code
 
 
 class DecoupledPpo(Method):
-    """PPO around a recent policy, weighted for the older policy that sampled.
-
-    There are three policies: the behaviour policy b, which the engine sampled from and which may have any age; the
-    recent proximal policy p; and the live policy. Per token:
+    """PPO around a recent proximal policy p, weighted for the older behaviour policy b that sampled. Per token:
 
         u      = exp(lp - lp^p)
         ppo    = max(-A u, -A clip(u, 1 - clip_low, 1 + clip_high)),   at most dual_clip |A| if that is given
         omega  = stop_gradient(exp(lp^p - lp^b)),   bounded as `action` says
         loss   = omega ppo,   averaged over all tokens that are trained, rejected ones included
 
-    `action: mask` rejects: tokens whose metric m lies outside of [lower, upper] have loss 0 and stay in the
-    denominator. `clamp` limits omega to [lower or 0, upper]. `none` leaves it unchanged; the loss is then that of
-    rollout replay (DOTS, arXiv 2506.05316), max(-A r, -A clip(r, w (1 - clip_low), w (1 + clip_high))) with r = exp(lp
-    - lp^b) and w = omega. The metric m is of r' = exp(lp^p - lp^b): `ratio` r'; `k1` log r'; `k2` (log r')^2 / 2; `k3`
-    r' - log r' - 1; `k3_code` 1/r' + log r' - 1. With `level: sequence` all tokens of a row share one m, the
-    `aggregation` (mean, sum, max) of their values. For the ratio it is taken in log space, and omega is then the
-    geometric mean of the row.
+    `action: mask` rejects: tokens whose metric m lies outside of [lower, upper] have loss 0. `clamp` limits omega to
+    [lower or 0, upper]. `none` leaves it; the loss is then that of DOTS's replay (arXiv 2506.05316). m is of r' =
+    exp(lp^p - lp^b): `ratio` r'; `k1` log r'; `k2` (log r')^2 / 2; `k3` r' - log r' - 1; `k3_code` 1/r' + log r' - 1.
+    With `level: sequence` the tokens of a row share one m, the `aggregation` of their values. For the ratio it is taken
+    in log space, and omega is then the geometric mean of the row.
 
-    `proximal` says how p is computed. Its weights are v^p = `current_version`: in TRL the weights at the start of the
-    generation batch, in verl the last published ones, which verl restores for later batches of a cycle in
-    separate_async. With v = v^p + 1, the weights in training once they are published, and alpha = clip((v^p - v^b) / (v
-    - v^b), 0, 1) per token:
+    p has the weights v^p = `current_version`: in TRL those at the start of the generation batch, in verl the last
+    published ones. With v = v^p + 1 and alpha = clip((v^p - v^b) / (v - v^b), 0, 1) per token, `proximal` is
 
         recompute   old log-probs, made by a pass
         loglinear   lp^p = lp^b + alpha (stop_gradient(lp) - lp^b)
         linear      lp^p = log((1 - alpha) exp(lp^b) + alpha exp(stop_gradient(lp)) + 1e-10)
         rollout     lp^p = lp^b, so omega = 1: PPO around the policy that sampled
 
-    Symbols: lp, lp^p, lp^b log-probs in nats, A advantages, loss, all (rows, time); the gradient flows through lp
-    alone. Ratios and weights are float32 or better, differences of log-probs are limited to 20 nats before `exp`.
-    Versions are published weights; alpha is 0 for a token whose version is negative or not older than v^p.
+    Symbols: lp, lp^p, lp^b log-probs in nats, A advantages, loss, all (rows, time). Ratios and weights are float32 or
+    better, differences of log-probs are limited to 20 nats before `exp`. Versions are published weights; alpha is 0 for
+    a token whose version is negative or not older than v^p.
 
-    Special cases: a log-ratio that is not finite counts as 0, so omega is 1; if it is the ratio of lp and lp^p, the
-    token has no gradient. Tokens that are not trained have loss and gradient 0 for any value and count in no statistic
-    of their row. Where lp^p = lp^b this is PPO. With `proximal: recompute` the clip acts only if a batch takes several
-    optimizer steps, because otherwise u = 1.
-
-    Logs: over trained tokens, `weight_mean` (omega after the action; rejected ones are 0) and `weight_max`; `filtered`
-    (share with m outside of the bounds); `clipfrac` (the clipped term is strictly larger), `clipfrac_dual` (the dual
-    clip acts); `behavior_kl` (mean of lp^b - lp^p).
+    Special cases: a log-ratio that is not finite counts as 0, so omega is 1; if it is that of lp and lp^p, the token
+    has no gradient. Tokens that are not trained have loss and gradient 0 for any value and count in no statistic.
 
     Raises:
-        ConfigError: a parameter out of range, bounds that leave nothing, or `clamp` of another metric than the ratio.
+        ConfigError: bounds that leave nothing, or `clamp` of another metric than the ratio.
 
-    Source: arXiv 2505.24298, section 5.2; `ppo_actor_loss_fn` and `apply_rejection_sampling` in
-    `areal/utils/functional/functional.py` and `compute_prox_logp_approximations` in `areal/trainer/ppo/actor.py` of the
-    authors' code; `compute_policy_loss_temp` in the code of DOTS.
+    Source: arXiv 2505.24298, section 5.2; `ppo_actor_loss_fn`, `apply_rejection_sampling` (areal/utils/functional) and
+    `compute_prox_logp_approximations` (areal/trainer/ppo/actor.py) of the authors' code; `compute_policy_loss_temp` of
+    DOTS.
     """
 
     name = "decoupled_ppo"
@@ -88,27 +72,17 @@ class DecoupledPpo(Method):
         clip_low: float = param(0.2, "lower clip range: u is clipped at 1 - clip_low", ge=0, le=1)
         clip_high: float = param(0.2, "upper clip range: u is clipped at 1 + clip_high", ge=0, allow_inf=True)
         dual_clip: float | None = param(
-            None,
-            "c, bound on the loss of a token with A < 0, which is at most -c A before the weight; none: no bound",
-            gt=1,
+            None, "c, the loss of a token with A < 0 is at most -c A before the weight", gt=1
         )
         proximal: Proximal = param("recompute", "policy at the centre of the trust region")
-        level: Level = param(
-            "token", "level at which weights are computed and bounded: tokens or rows", only_if={"proximal": WEIGHTED}
-        )
+        level: Level = param("token", "unit that weights and bounds are of", only_if={"proximal": WEIGHTED})
         action: Action = param("mask", "treatment of tokens outside the bounds", only_if={"proximal": WEIGHTED})
         metric: Metric = param("ratio", "quantity that is bounded", only_if={"action": "mask", "proximal": WEIGHTED})
         aggregation: Literal["mean", "sum", "max"] = param(
-            "mean",
-            "statistic that makes the metric of a row from those of its tokens",
-            only_if={"level": "sequence", "action": BOUNDED, "proximal": WEIGHTED},
+            "mean", "metric of a row", only_if={**_BOUND, "level": "sequence"}
         )
-        upper: float = param(
-            5.0, "upper bound of the metric", gt=0, allow_inf=True, only_if={"action": BOUNDED, "proximal": WEIGHTED}
-        )
-        lower: float | None = param(
-            None, "lower bound of the metric; none: no bound", only_if={"action": BOUNDED, "proximal": WEIGHTED}
-        )
+        upper: float = param(5.0, "upper bound of the metric", gt=0, allow_inf=True, only_if=_BOUND)
+        lower: float | None = param(None, "lower bound of the metric; none: no bound", only_if=_BOUND)
 
         def check(self) -> None:
             if self.metric == "ratio" and self.action in BOUNDED and self.upper <= 1:

@@ -11,10 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError, MethodError, StateError
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
+from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, MethodParams, StateError, param
 from rl_plugins.core.rollouts import PromptPool, Rollouts, Run, Tokens
 from rl_plugins.kit.evidence import Counts
 from rl_plugins.kit.priors import Column
@@ -27,40 +24,32 @@ Ids = NDArray[np.int64]
 
 class DifficultySlices(Method):
     """Trains one of several heads: a share of its prompts is of its own slice of difficulty, the rest of the others.
-    This is a reconstruction: how the slices are cut, in which order their prompts come, and how the others are drawn
-    were not published.
+
+    Reconstruction: how slices are cut, the order of their prompts, and how the others are drawn were not published.
 
     A head is a small adapter (LoRA, prompt or prefix tuning) on a frozen base model, trained by a run of its own. The
-    run of head i of n = `heads` sorts the D prompts of the dataset by difficulty and cuts them into n slices:
+    run of head i of n = `heads` cuts the D prompts of the dataset into n slices:
 
         rank_x  = place of prompt x by successes of the base policy, fewest first; ties by dataset row
         slice_x = floor(rank_x n / D)                     sizes differ by at most 1; slice 0 is the hardest
         of B prompts of a batch, `own_share` B are of slice i, the others of all other slices
 
-    Half a prompt that rounding adds to a batch is taken from the next one. The prompts of slice i come in a shuffled
-    order, all of them before one is repeated, and so do the prompts of the other slices together.
-
-    The successes are a number per prompt: in the dataset column `column`, for example how many of 32 attempts of the
-    base policy were right (a rate will do). Without a column the run counts its own rollouts: for `refresh` batches
-    the prompts come in the host's order, then all prompts are sorted by (right + 1) / (rollouts + 2), and again every
-    `refresh` batches. These counts are of the policy in training. A prompt without a rollout counts as 1/2.
+    Half a prompt that rounding adds is taken from the next batch. The prompts of slice i, and those of the others
+    together, come in a shuffled order, all of them before one is repeated. The successes are in the dataset column
+    `column`. Without a column, the prompts come in the host's order for `refresh` batches, and are then sorted by
+    (right + 1) / (rollouts + 2) of the run's own rollouts, again every `refresh` batches.
 
     Symbols: right, rollouts (D,) float64; a success is a reward >= success_threshold.
 
-    Special cases: `heads: 1` is the host's order. A batch that is not full asks again; the answer goes on in the same
-    orders. If a slice has too few prompts that are not in the batch yet, the other side gives the rest. A rollout of
-    several rows counts once; those without a reward (NaN) and foreign prompts do not count. `own_share: 1` trains the
-    slice alone. In asynchronous modes the counts come with the delay of those modes.
+    Special cases: `heads: 1` is the host's order. A batch that is not full asks again, in the same orders. If one side
+    has too few prompts that are not in the batch yet, the other gives the rest. A rollout of several rows counts once;
+    those without a reward (NaN) and foreign prompts do not count.
 
     State: the position in both orders, the rounding carried over and the dataset's size; without a column also the
     counts, and which prompts are in the slice.
 
-    Logs: `own`, share of the batch's prompts that are of the slice; `size`, prompts of the slice; `spread`, mean
-    number of the easiest slice minus that of the hardest.
-
     Raises:
-        ConfigError: head i is not below n; more heads than prompts; no such column, or a value that is no number; a
-            stream.
+        ConfigError: head i is not below n; more heads than prompts; no such column or number in it; a stream.
         MethodError: more prompts are asked for than are left.
         StateError: the state belongs to a dataset of another size.
 
@@ -73,27 +62,17 @@ class DifficultySlices(Method):
     problems = ("exploration", "few_prompts")
     needs = frozenset({"prompt_index"})
     idle = (
-        Idle(
-            {"spread": 0.0},
-            "the slices are alike. `heads` is 1, or all prompts have the same number of successes: look at `column`.",
-        ),
+        Idle({"spread": 0.0}, "the slices are alike: look at `column`, whose successes may all be equal, and `heads`."),
     )
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         heads: int = param(8, "n, number of heads and of slices; 1: the host's order", ge=1)
         head: int = param(0, "i, the head that this run trains, counted from 0; slice 0 is the hardest", ge=0)
-        column: str = param(
-            "", "dataset column with the base policy's successes, more is easier; empty: the run's own rollouts"
-        )
+        column: str = param("", "dataset column with the base policy's successes; empty: the run's own rollouts")
         own_share: float = param(0.5, "share of a batch's prompts that are of the head's own slice", ge=0, le=1)
-        refresh: int = param(
-            10, "number of generation batches between two sortings by the run's own rollouts", ge=1,
-            only_if=WITHOUT_COLUMN,
-        )  # fmt: skip
-        decay: float = param(
-            1.0, "share of a prompt's older outcomes that remains after a visit", ge=0, le=1, only_if=WITHOUT_COLUMN
-        )
+        refresh: int = param(10, "number of batches between two sortings", ge=1, only_if=WITHOUT_COLUMN)
+        decay: float = param(1.0, "share of older outcomes that a visit leaves", ge=0, le=1, only_if=WITHOUT_COLUMN)
         success_threshold: float = param(0.5, "lowest reward that counts as a success", only_if=WITHOUT_COLUMN)
 
         def check(self) -> None:
@@ -189,8 +168,10 @@ class DifficultySlices(Method):
         try:
             found = column.predict(column.start(run), torch.arange(run.dataset_size or 0))
         except ValueError as e:
-            raise ConfigError(f"the column `{name}` must hold a number in every row, and one of its values does not "
-                              f"fit: {e} Fill the column, or name another.") from None  # fmt: skip
+            raise ConfigError(
+                f"the column `{name}` must hold a number in every row, and one of its values does not "
+                f"fit: {e} Fill the column, or name another."
+            ) from None
         wrong = (~torch.isfinite(found)).nonzero()[:, 0]
         if len(wrong):
             raise ConfigError(

@@ -9,10 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError, MethodError
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Rollouts, Run, Shape, Tokens
+from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, Rollouts, Run, Shape, Tokens, param
 
 MASKED = {"truncated": ("mask", "mask_unscored")}
 
@@ -27,28 +24,17 @@ class DoraData(Method):
         a group leaves if the accuracies of its scored rows are all 0 or all 1, or if no row is scored
         a truncated row that does not end in a repetition loop gets the advantage 0
 
-    A masked row stays in its group, with the weight 0: the loss divides by it as by any other. `truncated: mask` lets
-    its reward count in the mean and deviation of the group; with `mask_unscored` it has no reward either.
+    A masked row stays in its group: the loss divides by it as by any other. With `truncated: mask` its reward counts in
+    the mean and deviation of the group; with `mask_unscored` it has no reward. A completion ends in a loop if its last
+    `loop_tokens` tokens repeat with a period of at most `loop_period`; then it keeps its advantage, to be unlearned.
 
-    A completion ends in a loop if its last `loop_tokens` tokens repeat with a period of at most `loop_period` tokens.
-    A truncated loop keeps its advantage, so that it can be unlearned.
-
-    `pure: drop` gives the paper's rollouts of one version each. Neither host pins one. In verl's asynchronous modes a
-    long answer goes on with newer weights, so it is long answers that leave. The default therefore only counts them.
-
-    Symbols: accuracy is the reward function `accuracy`, or the weighted reward. Versions are published
-    weights.
+    Symbols: accuracy is the reward function `accuracy`, or the weighted reward. Versions are published weights.
 
     Special cases: with `pure: drop` only pure rows count in their group. A group of one row leaves if it is right or
-    wrong. A row whose reward function returned nothing is a failed grading without a column. Masking acts on the
-    surrogate only; a KL term of the host still trains masked rows.
-
-    Logs: shares of all rows, `mixed` (of several versions), `failed`, `truncated_masked`, `loops` (truncated rows that
-    are loops); `dropped_groups`, share of the groups that left.
+    wrong. A row whose reward function returned nothing is a failed grading. A KL term still trains masked rows.
 
     Raises:
-        ConfigError, MethodError: no reward function has the name `accuracy`.
-        MethodError: a value of `failed_column` that is no truth value.
+        ConfigError, MethodError: no reward function `accuracy`; a value of `failed_column` that is no truth value.
 
     Source: arXiv 2509.18883, section on reinforcement learning. The loop detection is ours.
     """
@@ -57,22 +43,14 @@ class DoraData(Method):
     fidelity = "paper"
     does = "Drops groups without signal and masks rows whose grading failed or that were cut off"
     problems = ("no_signal",)
-    idle = (
-        Idle(
-            {"dropped_groups": 0, "failed": 0, "truncated_masked": 0},
-            "no group left and no row was masked. If groups of equal rewards stay, check that `accuracy` names a "
-            "reward in 0 to 1.",
-        ),
-    )
+    idle = (Idle({"dropped_groups": 0, "failed": 0, "truncated_masked": 0}, "nothing left: look at `accuracy`."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         accuracy: str | None = param(None, "reward function that is the accuracy; none: the weighted reward")
-        failed_column: str | None = param(
-            None, "column that is true where grading failed; none: there is no such column"
-        )
+        failed_column: str | None = param(None, "column that is true where grading failed; none: no such column")
         truncated: Literal["mask", "mask_unscored", "keep"] = param(
-            "mask", "treatment of truncated rows that are no loops: masked, masked and without reward, or as others"
+            "mask", "treatment of truncated rows that are no loops"
         )
         loop_tokens: int = param(64, "tokens at the end of a completion that must repeat", ge=2, only_if=MASKED)
         loop_period: int = param(16, "longest period of a repetition loop, in tokens", ge=1, only_if=MASKED)

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Plan, Rollouts, Run, Tokens
+from rl_plugins import ConfigError, Idle, Method, MethodParams, Plan, Rollouts, Run, Tokens, param
 
 
 class DoraLength(Method):
@@ -24,36 +21,27 @@ class DoraLength(Method):
         the window begins again where the stage rises; else its oldest batches leave
 
     Symbols: lengths in tokens of the completion; a truncated rollout has the length L_s. The percentile interpolates
-    linearly between two lengths. The defaults 0.75, 0.875, 1 are the report's 48K, 56K and 64K of 64K tokens.
+    linearly. A window holds the fewest latest whole batches that have `window` rollouts.
 
-    A window holds whole batches, the fewest latest ones with `window` rollouts, so the order of rows changes nothing.
-
-    Special cases: rollouts of an earlier stage (asynchronous modes plan ahead) do not count. Rollouts of a plan row
-    with given completions (replayed, foreign) or a prefix do not count either. A rollout of several rows has the length
-    of its longest row. A row that another method limits further keeps that limit, and its rollouts do not count. The
-    host's limit holds in any case, and in evaluation it is the only one. At the last stage nothing is counted any more.
+    Special cases: a rollout does not count if it is of an earlier stage (asynchronous modes plan ahead), if its plan
+    row has given completions or a prefix, or if another method limits it further. A rollout of several rows has the
+    length of its longest row. At the last stage nothing is counted. Evaluation has the host's limit only.
 
     State: the stage, and the lengths of the window by batch.
-
-    Logs: `limit`, tokens, of the next batch; `percentile`, of length / limit in the window, once it is full; `stage`;
-    `counted`, rollouts of the batch that count, before the last stage.
 
     Raises:
         ConfigError: `shares` that do not rise, or a first limit below one token.
 
-    Source: arXiv 2509.18883, section on domain-parallel training (coding). The authors published no training code.
+    Source: arXiv 2509.18883, section on domain-parallel training (coding). No training code was published.
     """
 
     name = "dora_length"
     fidelity = "paper"
     does = "Raises the response limit in stages, when long answers come near it"
     problems = ("length", "long_tail")
-
     idle = (
         Idle(
-            {"counted": 0},
-            "no rollout counts, so the limit cannot rise. Another method gives all completions, puts a prefix before "
-            "them, or sets a lower limit.",
+            {"counted": 0}, "no rollout counts: another method gives completions or prefixes, or limits them further."
         ),
     )
 

@@ -9,11 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import MethodError
-from rl_plugins.core.losses import LOG_RATIO_LIMIT, ppo_clip
-from rl_plugins.core.method import Method, SameAs
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Rollouts, Run, Shape, Terms, Tokens
+from rl_plugins import Method, MethodError, MethodParams, Rollouts, Run, Shape, Terms, Tokens, param, ppo_clip
+from rl_plugins.core.losses import LOG_RATIO_LIMIT
+from rl_plugins.core.method import SameAs
 
 _ACTOR = "actor_rollout_ref.actor"
 
@@ -28,30 +26,22 @@ class DoraLoss(Method):
         f = min(r A, clip(r, 1 - e_neg_low, 1 + e_pos_high) A),   and at least e_neg_high A where A < 0
         J = 1 / (G T_max) sum of w f over the rows and tokens of a group,   loss = -mean of J over the prompts
 
-    `mu` says which weights make lp^mu, the log-probs of the training engine. `start`: those at the start of the step,
-    the host's old log-probs. `version`: those that generated the token. verl's `separate_async` keeps a copy of every
-    published version in CPU memory for that, and makes one forward pass per older version in the batch. No other mode
-    of a host does; there a row of older weights ends the run. Where all rows are of the newest weights, the two are
-    the same.
+    `mu` says which weights make lp^mu. `start`: those at the start of the step, the host's old log-probs. `version`:
+    those that generated the token, for which verl's `separate_async` keeps a copy of every published version and makes
+    one forward pass per older version. Without such copies a row of older weights ends the run.
 
-    Symbols: lp, lp^mu, lp^e (the engine's) log-probs in nats, A advantages, f, all (rows, time). G is the number of
-    rows of the group that the batch trains; rows that the host or an advantage of 0 masked count. T_max is the host's
-    completion limit in tokens, a constant. Ratios are float32 or better; differences of log-probs are limited to 20
-    nats before `exp`.
+    Symbols: lp, lp^mu, lp^e (the engine's) log-probs in nats, A, f, all (rows, time). G is the number of trained rows
+    of the group, masked ones included; T_max the host's completion limit in tokens. Ratios are float32 or better;
+    differences of log-probs are limited to 20 nats before `exp`.
 
     Special cases: a log-ratio that is not finite counts as 0, so r or w is 1; such an r has no gradient. Tokens that
     are not trained have loss and gradient 0 for any value. Groups of different size get the weights (rows / groups) /
-    G, so that the host's mean over rows is the mean over prompts; in equal groups they are 1. With r = w = 1 this is
-    the loss of Dr. GRPO.
-
-    Logs: over trained tokens, `weight_mean` and `weight_max` of w, `weight_capped` (share above C), `clipfrac` (the
-    clipped term is smaller), `clipfrac_negative` (e_neg_high acts).
+    G, so that the host's mean over rows is the mean over prompts.
 
     Raises:
         MethodError: `mu: version` and a row that older weights generated, where the host keeps no older weights.
 
-    Source: arXiv 2509.18883, equation 4. The authors published no training code. The golden case is verl's loss with
-    the same constants.
+    Source: arXiv 2509.18883, equation 4; no training code. The golden case is verl's loss with the same constants.
     """
 
     name = "dora_loss"
@@ -75,12 +65,10 @@ class DoraLoss(Method):
         pos_high: float = param(
             0.28, "e_pos_high, upper clip range: r is clipped at 1 + pos_high", ge=0, allow_inf=True
         )
-        neg_high: float = param(
-            3.0, "e_neg_high, largest ratio of a token with A < 0 that counts; inf: no bound", gt=1, allow_inf=True
-        )
+        neg_high: float = param(3.0, "e_neg_high, largest ratio that counts where A < 0", gt=1, allow_inf=True)
         weight_cap: float = param(2.0, "C, upper bound of the engine's weight w", gt=0, allow_inf=True)
         mu: Literal["start", "version"] = param(
-            "start", "weights whose log-probs are the centre: at the start of the step, or those that generated"
+            "start", "weights of the centre: of the step's start, or that generated"
         )
 
     def __init__(self, params: MethodParams | None = None) -> None:

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Idle
-from rl_plugins.core.params import MethodParams, above, param
-from rl_plugins.core.rollouts import Budget, Plan, PlanRow, Rollouts, Run, Shape, Tokens
+from rl_plugins import ConfigError, Groups, Idle, MethodParams, Plan, PlanRow, Rollouts, Run, Shape, Tokens, param
+from rl_plugins.core.params import above
+from rl_plugins.core.rollouts import Budget
 from rl_plugins.methods.rollout_replay.buffer import Buffer
 from rl_plugins.methods.rollout_replay.method import RolloutReplay, _marks
 
@@ -31,29 +29,20 @@ class DoraReuse(RolloutReplay):
         the other made groups with a signal are stored; reused groups leave the buffer
         stored groups that would be older than `max_staleness` in the next batch leave
 
-    A reused group brings its tokens, the log-probs of the policy that made them, their versions and its rewards. It is
-    not generated or scored again. The loss must correct for the older policy (`dora_loss`).
-
-    Symbols: groups are those of the plan; versions are published weights.
+    A reused group brings its tokens, their log-probs, their versions (published weights) and its rewards, and is not
+    scored again. The loss must correct for the older policy (`dora_loss`).
 
     Special cases: fewer than F groups with a signal make a smaller batch. Fewer groups are made where the spare ones
-    and the reused ones outnumber the batch, because further prompts come only with rows that are trained. A surplus
-    group that cannot be stored (`rollout_replay` says which) is dropped. So is one with a NaN reward: given completions
-    are not scored again, and a grading that failed would return as a wrong answer. A ratio of 0 drops all of them;
-    without spare prompts, too, this method only filters.
+    and the reused ones outnumber the batch. A surplus group that cannot be stored (`rollout_replay` says which) or has
+    a NaN reward is dropped. With `reuse_ratio` 0, and without spare prompts, this method only filters.
 
     State: the stored groups, as tensors, and the groups of a batch.
-
-    Logs: groups of the batch by what became of them: `made`, `reused`, `trained`, `no_signal`, `stored`, `dropped` and
-    `expired`; `buffer`, groups in it afterwards. made + (buffer before) = no_signal + trained + dropped + expired +
-    buffer.
 
     Raises:
         ConfigError: a mode that takes groups out of a buffer of its own (verl's asynchronous ones).
         MethodError: the prompt of a reused group is not the one that its rollouts answered.
 
-    Source: arXiv 2509.18883, section on reinforcement learning (online filtering with replay). The authors published no
-    training code.
+    Source: arXiv 2509.18883, section on reinforcement learning (online filtering with replay); no training code.
     """
 
     name = "dora_reuse"
@@ -62,21 +51,13 @@ class DoraReuse(RolloutReplay):
     problems = ("no_signal", "long_tail")
     min_group_size = 2
     decides_rollouts = True
-    idle = (
-        Idle(
-            {"reused": 0},
-            "no stored group was reused. If `stored` is 0, there is no surplus: raise `spare_share`. Otherwise raise "
-            "`max_staleness` or `reuse_ratio`.",
-        ),
-    )
+    idle = (Idle({"reused": 0}, "no stored group was reused. Raise `spare_share` or `max_staleness`."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         reuse_ratio: float = param(0.25, "largest share of a batch's groups that is reused", ge=0, lt=1)
         spare_share: float = param(0.25, "share of a batch's groups that is generated in addition", ge=0, le=4)
-        max_staleness: int = param(
-            2, "largest age of a group in the batch that trains it, in published weights", ge=1, only_if=REUSES
-        )
+        max_staleness: int = param(2, "largest age of a trained group, in published weights", ge=1, only_if=REUSES)
         buffer_groups: int = param(512, "most groups in the buffer; the oldest leave", ge=1, only_if=REUSES)
 
     def __init__(self, params: MethodParams | None = None) -> None:

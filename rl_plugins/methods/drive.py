@@ -12,10 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError, MethodError, StateError
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
+from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, MethodParams, StateError, param
 from rl_plugins.core.rollouts import Budget, Plan, PlanRow, PromptPool, Rollouts, Run, Tokens
 from rl_plugins.kit.evidence import Counts
 
@@ -24,54 +21,37 @@ Ids = NDArray[np.int64]
 
 
 class Drive(Method):
-    """A curriculum that keeps the hardest prompts. This is a reconstruction: the number of batches of a phase, the
-    estimate of a pass rate, and whether it is measured again for every phase were not published.
+    """A curriculum that keeps the hardest prompts, with more rollouts each.
 
-    A run is a list of phases. Phase j has a set of `sizes`[j] prompts, `rollouts`[j] rollouts per prompt, completions
-    of at most `max_tokens`[j] tokens, and `batches`[j] generation batches; the last phase lasts until the end of the
-    run. At the start of a phase
+    Reconstruction: how long a phase lasts, how a pass rate is estimated, and whether again in every phase, is ours.
+
+    Phase j of a run has a set of `sizes`[j] prompts, `rollouts`[j] rollouts per prompt, completions of at most
+    `max_tokens`[j] tokens, and `batches`[j] generation batches (the last phase: the rest of the run). At its start
 
         rate_i = right rollouts / rollouts of prompt i, older batches times `decay` at every visit
         order the set by rate, then by fewer recent improvements, then by dataset row;  keep the first sizes[j]
 
-    so sets are nested. An improvement is a batch whose rate was above the previous estimate; improvements decay like
-    outcomes. Prompts of a set come in a shuffled order, all of them before one is repeated. While the set is the whole
-    dataset and `rollouts` is not given, they come in the host's order. Phases with the same rollouts and token limit
-    are a stage. The paper has two:
-
-        sizes: [1, 72, 50, 25], rollouts: [8, 64, 64, 64], max_tokens: [24576, 32768, 32768, 32768]
-
-    A batch holds the host's rows: more rollouts per prompt are fewer prompts. If a set does not fill the batch, its
-    prompts are repeated in further groups (`when_short: repeat`), or the batch is smaller (`fewer`).
-
-    The alternative is two runs: a first run on all prompts, and a second run from its checkpoint's weights, with other
-    host options, on a dataset of the hard prompts. Optimizer, schedule and reference then start again, and this method
-    serves the second run.
+    so sets are nested. An improvement is a batch whose rate was above the previous estimate; it decays like outcomes.
+    Prompts of a set come in a shuffled order, all of them before one is repeated; in the host's order while the set is
+    the whole dataset and `rollouts` is not given. More rollouts per prompt are fewer prompts of a batch. If a set does
+    not fill it, its prompts are repeated in further groups (`when_short: repeat`), or it is smaller (`fewer`).
 
     Symbols: sizes up to 1 are shares of the dataset, larger ones numbers of prompts; a success is a reward >=
-    success_threshold. Estimates (dataset size,) float64. A rollout of several rows counts once.
+    success_threshold. Estimates (dataset size,) float64. Phases of equal rollouts and token limit are a stage.
 
-    Special cases: a prompt without an estimate counts as the hardest. Rollouts without a reward (NaN) do not count.
-    With `keep_unsolved: false`, prompts that were tried and never right leave at the next phase; if none would remain,
-    they stay. Rows of replay and foreign prompts stay as planned. In asynchronous modes a batch is planned before its
-    estimates are known, and only the filter works: do not give `rollouts` there. Name drive before methods that edit
-    prompts, because only methods after it see the groups that it adds.
+    Special cases: a prompt without an estimate counts as the hardest. Rollouts without a reward (NaN) do not count, and
+    one of several rows counts once. With `keep_unsolved: false`, prompts tried and never right leave at the next phase,
+    unless none would remain. Rows of replay and foreign prompts stay as planned. Name drive before methods that edit
+    prompts: only methods after it see the groups that it adds.
 
     State: phase, set, position in its order, estimates. A run resumed in the middle of a phase continues exactly.
 
-    Logs: `phase` and `stage` from 0; `set`, prompts in it; `repeated`, number of repeated groups; `success` of the
-    rollouts; `unscored`, share of them without a reward; `outside`, share of the batch's prompts that are not in the
-    set (the lag of asynchronous modes); where a phase begins `kept_rate`, mean estimate of the prompts kept, and
-    `unseen`, share of them without one.
-
     Raises:
-        ConfigError: lists of unequal length; sizes that increase, or above the dataset's; a token limit above the
-            host's; a stream.
+        ConfigError: lists of unequal length; sizes that rise or exceed the dataset; a limit above the host's; a stream.
         MethodError: a batch has fewer rows than a phase has rollouts per prompt.
         StateError: the state belongs to another dataset.
 
-    Source: arXiv 2511.06307, abstract (two stages, 8 and 64 rollouts, 24k and 32k tokens, hard focus) and two
-    independent notes (72, 50 and 25 prompts). No code was found.
+    Source: arXiv 2511.06307, abstract, and two independent notes. No code was found.
     """
 
     name = "drive"
@@ -79,35 +59,21 @@ class Drive(Method):
     does = "Trains all prompts first, then smaller sets of the hardest ones with more rollouts each"
     problems = ("few_prompts", "exploration")
     needs = frozenset({"prompt_index"})
-    idle = (
-        Idle(
-            {"success": 0.0},
-            "no rollout of the set was right, so the hardest prompts are out of reach. Set "
-            "`keep_unsolved` to false, or make `sizes` larger.",
-        ),
-    )
+    idle = (Idle({"success": 0.0}, "no rollout of the set was right. Set `keep_unsolved` to false, or raise `sizes`."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         sizes: tuple[float, ...] = param(
-            (1.0, 0.4, 0.3, 0.15),
-            "size of each phase's set of prompts: a share of the dataset up to 1, a number of prompts above 1",
-            gt=0,
+            (1.0, 0.4, 0.3, 0.15), "prompts of each phase: a share up to 1, else a number", gt=0
         )
         batches: tuple[int, ...] = param(
             (20, 20, 20), "number of generation batches of each phase except the last", ge=1
         )
-        rollouts: tuple[int, ...] = param(
-            (), "number of rollouts per prompt in each phase, for example [8, 64, 64, 64]; empty: the host's", ge=2
-        )
-        max_tokens: tuple[int, ...] = param(
-            (), "completion length in each phase, for example [24576, 32768, 32768, 32768]; empty: the host's", ge=1
-        )
+        rollouts: tuple[int, ...] = param((), "rollouts per prompt in each phase; empty: the host's", ge=2)
+        max_tokens: tuple[int, ...] = param((), "completion length in each phase; empty: the host's", ge=1)
         decay: float = param(0.5, "share of a prompt's older outcomes that remains after a visit", ge=0, le=1)
         keep_unsolved: bool = param(True, "permission to keep prompts that were never right (paper)")
-        when_short: Literal["repeat", "fewer"] = param(
-            "repeat", "treatment of a set smaller than the batch: further groups of its prompts, or a smaller batch"
-        )
+        when_short: Literal["repeat", "fewer"] = param("repeat", "treatment of a set smaller than the batch")
         success_threshold: float = param(0.5, "lowest reward that counts as a success")
 
         def check(self) -> None:

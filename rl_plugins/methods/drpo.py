@@ -7,11 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Idle, Method
+from rl_plugins import ConfigError, Groups, Idle, Method, Rollouts, Rows, Run, Shape, Terms, Tokens, Update
 from rl_plugins.core.params import MethodParams, above, param
-from rl_plugins.core.rollouts import Rollouts, Rows, Run, Shape, Terms, Tokens, Update
 
 
 class Drpo(Method):
@@ -26,11 +23,9 @@ class Drpo(Method):
         K       = mean over all tokens of (log pi_old - log pi)
         loss    = -J + (beta / 2) max(K - delta, 0)^2
 
-    Right answers always become more likely, shorter ones more so, and wrong answers become less likely at any length.
-    There is no importance ratio and no clipping; the hinge on K keeps the policy near the old one.
-
-    The softmax over N and the hinge need all rows of an optimizer step. So `before_update` computes a factor per row
-    from one pass without gradient, and the loss is linear in the log-probs:
+    There is no importance ratio and no clipping; the hinge on K keeps the policy near the old one. The softmax over N
+    and the hinge need all rows of an optimizer step, so `before_update` computes a factor per row from one pass without
+    gradient, and the loss is linear in the log-probs:
 
         c_i       = (omega_i - softmax_N(s / tau)_i) / (questions L_i) + beta max(K - delta, 0) / tokens
         loss_it   = -c_i (log pi(o_it) - stop_gradient(log pi(o_it))) + loss / tokens
@@ -38,24 +33,17 @@ class Drpo(Method):
     Its sum over the step has the value and the gradient of the loss above, however the step is split.
 
     Symbols: L_i tokens of answer i; C the configured completion length; lambda `length_temperature`, tau
-    `score_temperature`, beta `kl_weight`, delta `kl_limit`. Rewards, weights and sums per row are float64, log-probs
-    are in nats. `advantages` are omega_i for right answers, -1/|N| for wrong ones and 0 elsewhere, for logs and methods
-    that select rows.
+    `score_temperature`, beta `kl_weight`, delta `kl_limit`. Rewards, weights and sums per row are float64, log-probs in
+    nats. `advantages` are omega_i for right answers, -1/|N| for wrong ones and 0 elsewhere, for logs and selectors.
 
-    Special cases: a reward of exactly 1 is right and exactly 0 is wrong; any other reward, NaN included, is neither.
-    With `threshold`, rewards of at least the threshold are right and lower ones wrong. Rows that are neither, and
-    questions with only one kind, have a gradient through K alone. Rows that leave and rows without a token count
-    nowhere. A rollout of several rows counts as several answers.
-
-    Logs: `mixed`, share of the questions with both kinds; `length_right`, `length_wrong`, mean tokens; `objective` (J);
-    `kl` (K); `kl_active`, share of the optimizer steps with K > delta.
+    Special cases: a reward of exactly 1 is right and exactly 0 wrong; any other, NaN included, is neither. Rows that
+    are neither, and questions with only one kind, have a gradient through K alone. Rows that leave and rows without a
+    token count nowhere. A rollout of several rows counts as several answers.
 
     Raises:
-        ConfigError: a parameter out of range.
         MethodError: `reward` is not a reward function of the run.
 
-    Source: arXiv 2510.04474 and `compute_policy_loss_drpo` in `verl/verl/trainer/ppo/core_algos.py` of the authors'
-    code, whose gradients this reproduces.
+    Source: arXiv 2510.04474; `compute_policy_loss_drpo` in `verl/verl/trainer/ppo/core_algos.py` of the authors' code.
     """
 
     name = "drpo"
@@ -67,35 +55,19 @@ class Drpo(Method):
     host_options = {"trl": {"vllm_importance_sampling_correction": False}}
     aggregation = "sum"
     steps_hold_whole_groups = True
-    idle = (
-        Idle(
-            {"mixed": 0},
-            "no group has both right and wrong completions. Look at `reward` and `threshold`, "
-            "which define what is right.",
-        ),
-    )
+    idle = (Idle({"mixed": 0}, "no group has both right and wrong completions. Look at `reward` and `threshold`."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        length_temperature: float = param(
-            0.1,
-            "lambda, temperature of the weights omega over lengths: smaller values prefer shorter "
-            "answers; inf: length does not count (DisCO)",
-            gt=0,
-            allow_inf=True,
-        )
+        length_temperature: float = param(0.1, "lambda, temperature of omega; inf: DisCO", gt=0, allow_inf=True)
         score_temperature: float = param(
-            10.0, "tau, temperature over wrong answers: smaller values give the likeliest ones more weight", gt=0
+            10.0, "tau, temperature over wrong answers: smaller stresses the likeliest", gt=0
         )
         kl_weight: float = param(1e3, "beta, weight of the hinge on K", ge=0)
         kl_limit: float = param(
-            1e-4, "delta, value of K without penalty, in nats per token", ge=0, only_if={"kl_weight": above(0)}
+            1e-4, "delta, K without penalty, in nats per token", ge=0, only_if={"kl_weight": above(0)}
         )
-        reward: str | None = param(
-            None,
-            "name of the reward function that says right or wrong; none: the weighted sum of all, "
-            "which must not contain a length penalty",
-        )
+        reward: str | None = param(None, "reward function that says right or wrong; none: the weighted sum of all")
         threshold: float | None = param(None, "lowest reward that counts as right; none: 1 is right and 0 is wrong")
 
     def check(self, run: Run) -> None:

@@ -21,7 +21,8 @@ from rl_plugins.core.rollouts import Rollouts
 from rl_plugins.kit.services import fill
 from rl_plugins.lab.demo import judges
 from rl_plugins.methods.fapo import rewards as functions
-from rl_plugins.methods.fapo.method import TEMPLATE, Fapo, boxed_index
+from rl_plugins.methods.fapo.judge import TEMPLATE, boxed_index
+from rl_plugins.methods.fapo.method import Fapo
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.core.rollouts import Rollouts, Tokens
+from rl_plugins import Rollouts, Tokens
 
 COLUMN = "adhint"  # of a row: first token of its hint and the position after the last one, [0, 0] without a hint
 

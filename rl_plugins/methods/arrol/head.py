@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rl_plugins.core.groups import Groups
+from rl_plugins import Groups
 
 _LOWEST = -20.0  # log-probs below count as this
 _CERTAIN = math.log(0.9)  # a token at least this likely was certain

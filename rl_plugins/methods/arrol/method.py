@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import GIVEN, MethodParams, above, below, has_effect, param
+from rl_plugins import Idle, Method, MethodParams, Plan, Rollouts, Run, Tokens
 from rl_plugins.core.requests import Call, Called, Generate, Generated, Program, Prompt, Trajectory
-from rl_plugins.core.rollouts import Plan, Rollouts, Run, Tokens
 from rl_plugins.methods.arrol.head import Calibrator, features_of, fit, quality, with_prompt
+from rl_plugins.methods.arrol.params import ArrolParams
 from rl_plugins.methods.arrol.survivors import (
     Array,
     Mask,
-    Rule,
     at_least,
     balanced,
     count_to_keep,
@@ -34,48 +31,36 @@ from rl_plugins.methods.arrol.survivors import (
 class Arrol(Method):
     """Stops about half of a prompt's rollouts early and aims at survivors that are half right and half wrong.
 
-    Reconstruction: the authors' repository has no code, and we found no description of how the head is built and
-    trained. The paper's head reads hidden states; here it reads log-probs, or `features`.
+    Reconstruction: how the head is built and trained is not published. The paper's head reads hidden states; here it
+    reads log-probs, or `features`.
 
     A rollout that is unfinished after L = `detect_tokens` tokens is continued to its end with the probability
 
         p_i = clip(K + shift + strength (rho - q_i), low, high)        K keep_ratio, rho positive_ratio
 
     where q_i is the calibrated probability that it will be right, and the shift makes the mean of p over the last
-    rollouts of all prompts equal to K. So rollouts that are likely right are thinned where most are right. Only
-    survivors are generated to the end and trained, with the host's advantages in smaller groups.
-
-    That is `selection: survival`, the default, because summaries report it of the paper. Rollouts are drawn
-    independently, so on average a share K of all rollouts stays; the number per prompt is random. `balanced` (ours)
-    also favors right rollouts where they are rare: with the mean of q over the n undecided rollouts of the prompt
+    rollouts of all prompts equal to K. Only survivors are trained, with the host's advantages in smaller groups. That
+    is `selection: survival`. `balanced` (ours) favors right rollouts where they are rare: with the mean of q over the n
+    undecided rollouts of the prompt
 
         a = min(1, K rho / mean q),  b = min(1, K (1 - rho) / (1 - mean q)),  s_i = q_i a + (1 - q_i) b
 
-    scaled to the sum k = round(K n) (halves up). With `independent: false` exactly k rollouts of every prompt survive,
-    each with this probability, so shapes stay the same. `extremes` (ours) keeps the round(rho k) best and the worst,
-    `random` any k.
+    scaled to the sum k = round(K n) (halves up). With `independent: false` exactly k rollouts of every prompt survive.
+    `extremes` (ours) keeps the round(rho k) best and the worst, `random` any k.
 
     The head is an MLP (features -> width -> 1, GELU, sigmoid) on the log-probs of the first L tokens (`features_of`)
-    and their mean over the prompt. After each batch the driver continues to train it, with the same AdamW, on the last
-    `window` rollouts, weighted by min(1 / p_i, max_weight). `Calibrator` turns the output that each rollout got before
-    the head was trained on it into the posterior per bin.
+    and their mean over the prompt. The driver trains it after each batch, with the same AdamW, on the last `window`
+    rollouts, weighted by min(1 / p_i, max_weight); `Calibrator` turns its earlier outputs into the posterior per bin.
 
-    Symbols: q, p (n,) float64 per prompt; features (rows, d) float64. A rollout is right if reward >=
-    success_threshold. A row's column `arrol` has its features, p and q, also for `vote(answers, rank_weights(scores))`.
+    Symbols: q, p (n,) float64 per prompt; features (rows, d) float64. Right is a reward >= success_threshold. A row's
+    column `arrol` has its features, p and q, also for `vote(answers, rank_weights(scores))`.
 
     Special cases: a rollout that ended within L tokens is never stopped, one interrupted before L is continued, and at
-    least min_keep rollouts of a prompt remain. Nothing is stopped in the first `cold_start` batches and until both
-    right and wrong rollouts were seen. Nothing is stopped for a prompt whose `features` fail, and its rollouts do not
-    train the head.
+    least min_keep of a prompt remain. Nothing is stopped in the first `cold_start` batches, until both right and wrong
+    rollouts were seen, and for a prompt whose `features` fail; the rollouts of the latter do not train the head.
 
     State: the window (features, labels, weights, outputs), the head and its optimizer. Survivors and initial weights
     are drawn.
-
-    Logs: `stopped`, share of the rollouts; `expected_right`, mean q of those that stay; `right`, true share in the
-    window; `accuracy`, `brier` of the head's output before training.
-
-    Raises:
-        ConfigError: a parameter out of range.
 
     Source: arXiv 2603.24840, read through summaries by others.
     """
@@ -87,95 +72,12 @@ class Arrol(Method):
     does = "Stops about half of the rollouts early, keeping right and wrong ones in balance"
     problems = ("no_signal", "long_tail")
     idle = (
-        Idle(
-            {"stopped": 0},
-            "no rollout was stopped. Lower `keep_ratio`, or lower `detect_tokens` if most rollouts end before it.",
-        ),
-        Idle({"right": 0}, "no rollout counts as right, so the head cannot be used. Lower `success_threshold`."),
-        Idle({"right": 1}, "every rollout counts as right, so the head cannot be used. Raise `success_threshold`."),
+        Idle({"stopped": 0}, "no rollout was stopped. Lower `keep_ratio`, or `detect_tokens` if most end before it."),
+        Idle({"right": 0}, "no rollout counts as right, so the head is of no use. Lower `success_threshold`."),
+        Idle({"right": 1}, "every rollout counts as right, so the head is of no use. Raise `success_threshold`."),
     )
 
-    @dataclass(frozen=True)
-    class Params(MethodParams):
-        detect_tokens: int = param(512, "L, number of tokens after which rollouts may be stopped", ge=1)
-        keep_ratio: float = param(
-            0.5, "K, share of the unfinished rollouts that is continued; 1: all of them", gt=0, le=1
-        )
-        positive_ratio: float = param(
-            0.5,
-            "rho, share of right rollouts that is aimed at among the survivors",
-            gt=0,
-            lt=1,
-            only_if=(
-                {"keep_ratio": below(1), "selection": ("balanced", "extremes")},
-                {"keep_ratio": below(1), "selection": "survival", "strength": above(0)},
-            ),
-        )
-        selection: Literal["survival", "balanced", "extremes", "random"] = param(
-            "survival",
-            "choice of survivors: by p_i (paper); balanced within each prompt, best and worst, or random (ours)",
-            only_if={"keep_ratio": below(1)},
-        )
-        strength: float = param(
-            0.5, "strength of the correction in p_i", ge=0, only_if={"keep_ratio": below(1), "selection": "survival"}
-        )
-        low: float = param(0.1, "smallest p_i", gt=0, le=1, only_if={"keep_ratio": below(1), "selection": "survival"})
-        high: float = param(0.9, "largest p_i", gt=0, le=1, only_if={"keep_ratio": below(1), "selection": "survival"})
-        independent: bool = param(
-            True,
-            "independent draw of each rollout; false: exactly the expected number, with the same probabilities (ours)",
-            only_if={"keep_ratio": below(1), "selection": ("survival", "balanced", "random")},
-        )
-        cold_start: int = param(
-            20, "number of first generation batches without stopping", ge=0, only_if={"keep_ratio": below(1)}
-        )
-        min_keep: int = param(
-            2,
-            "smallest number of rollouts of a prompt that are continued (ours)",
-            ge=1,
-            only_if={"keep_ratio": below(1)},
-        )
-        success_threshold: float = param(0.5, "lowest reward that counts as right (ours)")
-        top: int = param(
-            0,
-            "number of most likely tokens whose log-probs are features, too; 0: none (ours)",
-            ge=0,
-            le=20,
-            only_if={"features": None},
-        )
-        features: Callable[..., Any] | None = param(
-            None,
-            "function features(contexts), with lists of token ids cut to L, that returns a list of "
-            "numbers per context, for example my_server:hidden_states; the head reads them instead "
-            "of log-probs (ours)",
-        )
-        features_timeout: float = param(
-            60.0, "longest call of `features` for one prompt, in seconds", gt=0, only_if={"features": GIVEN}
-        )
-        width: int = param(32, "number of hidden units of the head (ours)", ge=1)
-        learning_rate: float = param(0.01, "learning rate of the head (ours)", gt=0)
-        fit_steps: int = param(30, "number of passes over the window per generation batch (ours)", ge=1)
-        window: int = param(
-            2000, "number of last rollouts that the head and its calibration are fitted to (ours)", ge=10
-        )
-        bins: int = param(128, "number of bins of the calibration", ge=1, only_if={"keep_ratio": below(1)})
-        max_weight: float = param(
-            10.0,
-            "largest weight 1 / p of a rollout in the fit; 1: none (ours)",
-            ge=1,
-            only_if={"keep_ratio": below(1), "selection": ("survival", "balanced", "random")},
-        )
-
-        def check(self) -> None:
-            if has_effect(self, "low") and not self.low <= self.keep_ratio <= self.high:
-                raise ConfigError(
-                    f"`keep_ratio` is {self.keep_ratio:g}, outside of `low` = {self.low:g} to `high` = {self.high:g}, "
-                    f"the limits of every rollout's probability, so it cannot be their mean. Change the limits."
-                )
-
-        @property
-        def rule(self) -> Rule:
-            return Rule(self.keep_ratio, self.positive_ratio, self.strength, self.low, self.high)
+    Params = ArrolParams
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import MethodError, shown
-from rl_plugins.core.groups import Groups, joint, places
+from rl_plugins import Groups, MethodError, Rollouts, Tokens
+from rl_plugins.core.errors import shown
+from rl_plugins.core.groups import joint, places
 from rl_plugins.core.requests import BranchOrigin
-from rl_plugins.core.rollouts import Rollouts, Tokens
 
 COLUMN = "branches"
 

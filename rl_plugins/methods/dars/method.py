@@ -8,17 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Budget, GroupSoFar, PerRollout, Plan, PlanRow, Rollouts, Run, weighted_reward
+from rl_plugins import ConfigError, Idle, Method, MethodParams, Plan, PlanRow, Rollouts, Run, param
+from rl_plugins.core.rollouts import Budget, GroupSoFar, PerRollout, weighted_reward
 from rl_plugins.methods.dars.schedule import Schedule, helping, served
 
 
 class Dars(Method):
     """Difficulty Adaptive Rollout Sampling: more rollouts for hard prompts, which get small advantages in GRPO.
 
-    The total |advantage| of a prompt is largest where half of its rollouts are right and vanishes for hard prompts.
     Every prompt gets N rollouts. With u the share of successes among them, or 0.5 / N without any:
 
         S  = 2 u (1 - u),  P = N / 2                   mean |advantage| of a rollout, and its total at u = 1/2
@@ -27,31 +24,22 @@ class Dars(Method):
         dn = ceil((2 (1 - u) P - N S) / S)             schedule hw: harder ones have more
         dn = min(dn, n_max - N),  0 for u >= 1/2
 
-    and dn more in a second round. All rollouts of a prompt are one group. Groups leave if their share of successes is
-    then 0 or at least `upper`. Advantages are the host's, r - mean of the group, divided by its deviation with
-    `use_std`.
+    and dn more in a second round. All rollouts of a prompt are one group, which leaves if its share of successes is
+    then 0 or at least `upper`. Advantages are the host's, divided by the group's deviation with `use_std`.
 
-    The authors' batch grows with the need. The host's does not: it holds group size x prompts rows. N rows per prompt
-    are the first rollouts, and the rest is room for second rounds. Prompts that are sure to leave (u >= `upper`, or no
-    success and no second round) free their rows. If second rounds need more rows than that, each gets a proportional
-    share, by largest remainder. A prompt without a success keeps room for all of its rollouts, because a later one may
-    succeed. Rows that are not needed stay empty. n_max = n_first is GRPO with a filter.
+    The batch holds group size x prompts rows, and what N per prompt leave is room for second rounds. Prompts that are
+    sure to leave (u >= `upper`, or no success and no second round) free their rows. If second rounds need more, each
+    gets a proportional share, by largest remainder. Rows that are not needed stay empty.
 
     Symbols: N = `n_first`; a success is a reward >= success_threshold, of the reward functions, before `rewards` hooks.
-    A rollout of several rows counts once.
 
-    Special cases: a rollout without a reward (NaN) does not count. A prompt without any reward gets no second round and
-    leaves. Prompts with given completions (replay) get no second round, and the filter applies to them, too. First
-    rollouts are never discarded to make room.
-
-    Logs: `asked`, rollouts wanted in the second round; `served`, the share of them that fitted; `rescued`, prompts
-    whose first success came in the second round; `left`, share of the groups that left.
+    Special cases: a rollout without a reward (NaN) does not count, and one of several rows counts once. A prompt
+    without any reward, and given completions (replay), get no second round; the filter applies to them.
 
     Raises:
         ConfigError: n_max < n_first, or n_first > group size.
 
-    Source: arXiv 2508.13755; `verl/verl/trainer/ppo/ray_dars_trainer.py` of the authors' code (schedule_ET,
-    schedule_HW, filter) at 9b21b714.
+    Source: arXiv 2508.13755; `verl/verl/trainer/ppo/ray_dars_trainer.py` of the authors' code at 9b21b714.
     """
 
     name = "dars"
@@ -61,22 +49,13 @@ class Dars(Method):
     rounds = True
     decides_rollouts = True
     host_options = {"trl": {"scale_rewards": "none"}, "verl": {"algorithm.norm_adv_by_std_in_grpo": False}}
-    idle = (
-        Idle(
-            {"asked": 0},
-            "no prompt asked for further rollouts. Every prompt is right in at least half of its "
-            "rollouts, or `n_max` equals `n_first`.",
-        ),
-    )
+    idle = (Idle({"asked": 0}, "no prompt asked for more: all are right half of the time, or `n_max` is `n_first`."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         n_first: int = param(8, "N, number of first rollouts of every prompt", ge=1)
         n_max: int | None = param(None, "most rollouts of a prompt; none: 32 with et, 64 with hw (paper)", ge=1)
-        schedule: Schedule = param(
-            "et",
-            "target of the second round: equal totals of |advantage| (et), or larger totals for harder prompts (hw)",
-        )
+        schedule: Schedule = param("et", "target of the second round: equal totals, or larger ones for hard prompts")
         use_std: bool = param(False, "division of advantages by the group's deviation, with the matching schedule")
         upper: float = param(1.0, "lowest share of successes at which a group leaves", gt=0, le=1)
         success_threshold: float = param(0.5, "lowest reward that counts as a success")

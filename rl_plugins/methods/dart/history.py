@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.rollouts import Rollouts
+from rl_plugins import Groups, Rollouts
 
 STORED = "dart_pool"  # in the payload of a plan row: its first rollout is a stored success
 

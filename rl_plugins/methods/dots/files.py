@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_plugins.core.errors import ConfigError, shortened
+from rl_plugins import ConfigError
+from rl_plugins.core.errors import shortened
 from rl_plugins.methods.dots.predictor import Adapter
 
 FINGERPRINT = "dataset"  # key of the metadata

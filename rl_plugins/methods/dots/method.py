@@ -9,10 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError, MethodError
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, param
+from rl_plugins import ConfigError, Groups, Method, MethodError, MethodParams, param
 from rl_plugins.core.rollouts import Budget, Plan, PlanRow, PromptPool, Rollouts, Run, Tokens, weighted_reward
 from rl_plugins.methods.dots.files import embeddings_of, load_adapter
 from rl_plugins.methods.dots.predictor import Predictor, draw, selection_logits
@@ -29,37 +26,28 @@ class Dots(Method):
         p_i <- s p_i + c, with s, c of the least squares of p_k on d_k
         P(i) ~ exp(-|p_i - alpha| / tau);   draw M prompts without replacement, shuffle, train them in mu batches
 
-    with z and r the projections of the frozen embeddings by a trained `adapter`. The reference rollouts serve this
-    purpose only: they leave before the statistics.
-
-    The draw adds Gumbel noise to the float64 logits and takes the largest M. The distribution is the same, and it stays
-    defined where P underflows to 0: at tau = 1e-3 for all prompts that are 0.1 farther from alpha than the best. The
-    authors' call returns arbitrary prompts there.
+    with z and r the projections of the frozen embeddings by a trained `adapter`. The reference rollouts leave before
+    the statistics. The draw takes the M largest logits plus Gumbel noise, so it is defined where P underflows to 0.
 
     `reference: now` makes the reference rollouts first, in a round of the cycle's first batch. `previous` makes them
-    together with the last batch of the previous cycle, so they are one batch older. It can be combined with rollout
-    programs, and the first cycle takes the host's prompts.
+    with the last batch of the previous cycle: it can be combined with rollout programs, and the first cycle takes the
+    host's prompts.
 
     Symbols: mu = `cycle`, K = `references`, alpha = `target`, tau = `temperature`, tau_att = `attention_temperature`,
     G the group size. Embeddings (D, H) float; predicted rates (D,) float64. M is mu times the fresh prompts of a batch.
 
     Special cases: without an adapter embeddings are compared unchanged, and only s and c are calibrated. A reference
-    prompt without a scored rollout is left out. If a batch needs more prompts than the cycle has left, further ones are
-    drawn among those that the cycle has not used. A prompt may be a reference and be trained.
+    prompt without a scored rollout is left out; one may also be trained. If a batch needs more prompts than the cycle
+    has left, further ones are drawn among those that it has not used.
 
     State: predicted rates, the prompts left of the cycle and those it has had. All draws are from `self.rng`.
 
-    Logs: `reference_rate`, mean d; `slope`, s; `predicted`, mean p of the prompts that were drawn; `correlation` of p
-    with the measured pass rate, and `useful`, share of groups with unequal rewards, both over the trained groups;
-    `reference_rollouts` made in the batch.
-
     Raises:
-        ConfigError: no embeddings, or they do not fit the dataset or the adapter; more references than prompts; a
-            stream.
+        ConfigError: embeddings missing or unfit for dataset or adapter; more references than prompts; a stream.
         MethodError: M > D; pass rates outside of [0, 1].
 
-    Source: arXiv 2506.05316; adaptive_difficulty_prediction/model.py and
-    rl_training/verl/verl/trainer/ppo/teacher_utils.py of the authors' code. Their adapter's weights are not shipped.
+    Source: arXiv 2506.05316; adaptive_difficulty_prediction/model.py and verl/trainer/ppo/teacher_utils.py of the
+    authors' code. Their adapter's weights are not shipped.
     """
 
     name = "dots"
@@ -72,20 +60,12 @@ class Dots(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         embeddings: Callable[..., Any] | str = param(
-            "",
-            "(D, H) embeddings of the dataset's rows: a file (embeddings.safetensors or .npy), or "
-            "a function of the dataset as module:attribute; required",
+            "", "(D, H) embeddings: a file, or a function of the dataset; required"
         )
-        adapter: str | None = param(
-            None,
-            "file made by `rl-plugins train-adapter`, for example adapter.safetensors; none: "
-            "embeddings are compared unchanged",
-        )
+        adapter: str | None = param(None, "file made by `rl-plugins train-adapter`; none: unchanged embeddings")
         references: int = param(256, "K, number of reference prompts of a cycle", ge=2)
         reference: Literal["now", "previous"] = param(
-            "now",
-            "time of the reference rollouts: before the cycle's first batch, or with the last "
-            "batch of the previous cycle",
+            "now", "time of the reference rollouts: this cycle or the previous"
         )
         cycle: int = param(2, "mu, number of batches per cycle", ge=1)
         target: float = param(0.5, "alpha, target pass rate", ge=0, le=1)

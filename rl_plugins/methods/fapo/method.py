@@ -2,78 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import GIVEN, MethodParams, param
-from rl_plugins.core.rollouts import Rollouts, Run
-from rl_plugins.kit.judges import JudgeParams, make_judge
-from rl_plugins.kit.services import ChatEndpoint, Failure, NotAsked, Service, failures, fill, prompt_text
-from rl_plugins.methods.echo.answers import last_box
-
-TEMPLATE = """Check the reasoning of a solution whose final answer is right. Its steps are counted from 0.
-
-[Problem]
-{prompt}
-
-[Reference answer]
-{answer}
-
-[Solution]
-{completion}
-
-Go through the steps in their order. A step is wrong if it contains a false statement, a calculation error, or a
-conclusion that does not follow. Name the index of the first wrong step, or -1 if there is none. End with this number in
-\\boxed{}."""
-NO_ERROR = -1
-TAIL = 300  # characters at the end of a text in which the authors look for its box
-
-
-@dataclass(frozen=True)
-class FlawParams(JudgeParams):
-    """Parameters of the judge of flaws and of what a flaw costs."""
-
-    asked: ClassVar[tuple[str, ...]] = ("prompt", "answer", "completion")
-    example_judge: ClassVar[str] = "rl_plugins.lab.demo.judges:sloppy"
-
-    judge: Callable[..., Any] | None = param(
-        None,
-        "function judge(prompt, answer, completion) that returns the index of the first wrong step, -1 for none, or a "
-        "text that ends with it in \\boxed{}; may be `async def`; none: an endpoint judges",
-    )
-    judge_timeout: float = param(600.0, "time limit of one try, in seconds", gt=0)
-    judge_concurrency: int = param(64, "number of questions asked at the same time", ge=1)
-    judge_max_tokens: int = param(16384, "most tokens of the endpoint's reply", ge=1, only_if={"judge_url": GIVEN})
-    judge_template: str = param(
-        TEMPLATE,
-        "message to the endpoint, with {prompt}, {answer} and {completion}; a judge that was trained for this needs "
-        "the message of its training",
-        only_if={"judge_url": GIVEN},
-    )
-    penalty: float = param(
-        1.0,
-        "lambda, what a flaw costs, in units of half the distance between the rewards of right and wrong; 0: nothing, "
-        "flaws are only counted; 2: as much as a wrong answer",
-        ge=0,
-    )
-
-    @property
-    def endpoint(self) -> Callable[[Mapping[str, str]], str] | None:
-        """What judges if it is no function."""
-        if self.judge is not None:
-            return None
-        chat = ChatEndpoint(str(self.judge_url), str(self.judge_model), **self.endpoint_options)
-        return lambda fields: chat(fill(self.judge_template, fields))
-
-    def service(self, cache_size: int = 10_000) -> Service:
-        """Asks the judge. An answer is the index of the first wrong step, or None for a reply that holds none."""
-        return make_judge(self, self.endpoint, first_error, cache_size)
+from rl_plugins import ConfigError, Idle, Method, MethodParams, Rollouts, Run, param
+from rl_plugins.kit.services import Failure, NotAsked, Service, failures, prompt_text
+from rl_plugins.methods.fapo.judge import FlawParams, is_flaw
 
 
 class Fapo(Method):
@@ -85,26 +21,20 @@ class Fapo(Method):
         R = r - lambda h [e was read and e != -1]
         h = (reward_high - reward_low) / 2      half the distance of right and wrong; 1 for rewards of -1 and +1
 
-    All other rewards stay as they are, and the advantages are those of the host or of another method. With shares alpha
-    (right without a flaw), beta (wrong) and gamma (flawed) of a group, the mean-centred R of a flawed rollout is
-    h ((2 - lambda) beta - lambda alpha). At lambda = 1 a flawed rollout is reinforced while wrong rollouts outnumber
-    the flawless ones, and suppressed afterwards, whatever gamma is.
+    All other rewards and all advantages stay those of the host or of other methods. At lambda = 1 a flawed rollout is
+    reinforced while wrong rollouts outnumber the flawless ones of its group, and suppressed afterwards.
 
     Symbols: rewards (rows,) float64 of the run after earlier `rewards` hooks; lambda = `penalty`. The judge gets three
     texts and returns a whole number, or a text. Of a text the last 300 characters are read: int() of the content of the
     last \\boxed{}, which is never evaluated.
 
     Special cases: a judge that raises, hangs, or answers without a readable index finds no flaw (the paper fails
-    open). These are counted, and a batch without any answer is a warning. Index 0 is a flaw in the first step. Wrong
-    rollouts and evaluation are never judged. NaN rewards stay NaN. A rollout of several rows (turns, agents) is right
-    by the mean of their rewards, is judged once by the texts of all of them, and all of them lose. Equal questions are
-    asked once. Metrics of the reward functions stay those of the rule.
-
-    Logs: `right`, share of the rollouts with a reward; `flawed`, share of the right rollouts that the judge answered
-    about; `judged`, questions; `judge_failed`, share of them without a readable answer after all tries.
+    open); a batch without any answer is a warning. Wrong rollouts and evaluation are never judged. NaN rewards stay
+    NaN. A rollout of several rows is right by the mean of their rewards, is judged once by the texts of all of them,
+    and all of them lose. Equal questions are asked once. Metrics of the reward functions stay those of the rule.
 
     Raises:
-        ConfigError: no judge or two, a parameter out of range or without effect.
+        ConfigError: no judge or two, a parameter without effect.
 
     Source: arXiv 2510.22543; `fapo/reward_fn_reasoning.py` of verl-recipe, whose function the golden cases are from.
     """
@@ -126,9 +56,7 @@ class Fapo(Method):
         reward_low: float = param(0.0, "reward of a wrong rollout (paper: -1)")
         reward_high: float = param(1.0, "reward of a right rollout (paper: 1)")
         prompt_column: str = param("prompt", "dataset column with the prompt")
-        answer_column: str | None = param(
-            "answer", "dataset column with the reference answer; none: the judge gets an empty text"
-        )
+        answer_column: str | None = param("answer", "dataset column with the reference answer; none: no text")
 
         def check(self) -> None:
             super().check()
@@ -213,35 +141,3 @@ class Fapo(Method):
                 "some replies of the judge hold no whole number in \\boxed{} in their last 300 characters. Their "
                 "rollouts keep their reward. Watch fapo/judge_failed."
             )
-
-
-def is_flaw(verdict: int | Failure | None) -> bool:
-    """Whether the judge was heard and named a wrong step."""
-    return verdict is not None and not isinstance(verdict, Failure) and verdict != NO_ERROR
-
-
-def first_error(reply: Any) -> int | None:
-    """What a judge answered, as the index of the first wrong step; None for a text without a readable one.
-
-    Raises:
-        ValueError: neither a whole number nor a text.
-    """
-    if isinstance(reply, str):
-        return boxed_index(reply)
-    if reply is None:
-        return None
-    if isinstance(reply, (bool, bytes)) or not hasattr(reply, "__index__"):
-        raise ValueError(
-            f"{reply!r} is no verdict; it must be the index of the first wrong step, -1 for none, or a text that ends "
-            f"with it in \\boxed{{}}."
-        )
-    return int(reply)
-
-
-def boxed_index(reply: str) -> int | None:
-    """The whole number in the last \\boxed{} of the last 300 characters of a reply; None if there is none."""
-    content = last_box(reply[-TAIL:])
-    try:
-        return None if content is None else int(content.strip())
-    except ValueError:  # no number, or one of thousands of digits
-        return None

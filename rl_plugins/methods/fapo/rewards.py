@@ -18,7 +18,7 @@ from typing import Any
 from rl_plugins.core.params import build_params
 from rl_plugins.kit.services import Failure, Service, prompt_text
 from rl_plugins.methods.echo.answers import boxed_answer, canonical
-from rl_plugins.methods.fapo.method import NO_ERROR, TAIL, FlawParams, boxed_index, is_flaw
+from rl_plugins.methods.fapo.judge import NO_ERROR, TAIL, FlawParams, boxed_index, is_flaw
 
 RIGHT, WRONG, HALF = 1.0, -1.0, 1.0
 
