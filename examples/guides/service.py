@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins import Method, MethodParams, Rollouts
-from rl_plugins.core.params import GIVEN, param
+from rl_plugins import Method, MethodParams, Rollouts, param
+from rl_plugins.core.params import GIVEN
 from rl_plugins.kit.services import Endpoint, Failure, Service, failures, number
 
 TEMPLATE = "How clear is this answer, from 0 to 10?\n\nAnswer:\n{text}"
@@ -53,7 +53,6 @@ class Steps(Method):
 
     name = "steps"
     needs = frozenset({"text"})
-    example_params = {"score": "service:longer_is_better"}
 
     @dataclass(frozen=True)
     class Params(MethodParams):

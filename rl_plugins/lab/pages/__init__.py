@@ -1,6 +1,6 @@
 """Pages of the documentation that are made from the code.
 
-`PAGES` are in git and written by `rl-plugins docs`. `ON_SITE` and `FILLED` are made by `make site` alone.
+`PAGES` are in git and written by `rl-plugins docs`. Those of `FILLED` and `on_site` are made by `make site` alone.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ def _on_the_bench(method: str) -> str:
     return method_page(method, registry.load(method, plugins()).does)
 
 
-# A page that only the site has -> its text. Links are those of a file with this name.
-ON_SITE: dict[str, Callable[[], str]] = {
-    "docs/reference.md": reference_page,
-    "docs/papers.md": papers.page,
-    "docs/map.md": source.module_map,
-    **{f"docs/bench/{method}.md": partial(_on_the_bench, method) for method in methods_run()},
-}
+def on_site() -> dict[str, Callable[[], str]]:
+    """A page that only the site has -> what makes it. Its links are those of a file with this name."""
+    return {
+        "docs/reference.md": reference_page,
+        "docs/papers.md": papers.page,
+        "docs/map.md": source.module_map,
+        **{f"docs/bench/{method}.md": partial(_on_the_bench, method) for method in methods_run()},
+    }
 
 
 def write(root: Path, dry: bool = False) -> list[str]:

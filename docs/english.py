@@ -1,7 +1,7 @@
-"""The rules of "English" in CONTRIBUTING.md that a program can check.
+"""The rules of "English" in CONTRIBUTING.md that a program can check, as warnings of `make lint`. It never fails.
 
-`python tests/english.py FILE...` lists what breaks them in Python files (docstrings, messages, help) and Markdown
-files; a folder stands for all such files below it. `tests/test_english.py` runs the same on the areas it names.
+`python docs/english.py` looks at `AREAS` and at the help of every command. `python docs/english.py FILE...` looks at
+Python files (docstrings, messages, help) and Markdown files; a folder stands for all such files below it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+AREAS = ("README.md", "CONTRIBUTING.md", "docs", "examples/README.md", "rl_plugins")
+# Pages that are no prose of ours, or made from the code: from the root of the checkout.
+LEFT_OUT = (
+    "docs/site",
+    "docs/evidence.md",
+    "docs/methods.md",
+    "docs/choose.md",
+    "rl_plugins/commands/export/templates",
+)
+SHOWN = 40  # warnings that are printed; the rest is counted
+README_LINES, LINE = 150, 120
 
 LONGEST = 40  # words of a sentence
 MEDIAN = 20  # words of a sentence, over a file with at least TWENTY sentences
@@ -43,6 +57,11 @@ WORDS = {
     r"could not be had|can be had|is to be had": "is not available",
     r"(?:has|have) not(?=\W*$|[,.;:])": "does not have",
     r"the same with": "name the thing",
+    r"(?:keeps?|kept) the books|the books of": "tracks where tokens come from",
+    r"on paper": "expected, before the run",
+    r"not told apart": "no significant difference",
+    r"arms?": "variant",
+    r"dials?": "setting",
     r"is to (?:stay|be saved|leave)|are to (?:stay|be saved|leave)": "you want to keep, save, remove",
 }
 # Two dots between two ends are a range (1 .. T).
@@ -162,7 +181,7 @@ def command_problems(where: str, text: str) -> list[Problem]:
     """Of the help of a command or flag: it begins with a verb."""
     first = (text.split() or [""])[0].strip("`.,:")
     if first.lower() not in VERBS:
-        return [Problem(where, f"help begins with '{first}' -> begin with a verb (tests/english.py: VERBS)", text)]
+        return [Problem(where, f"help begins with '{first}' -> begin with a verb (docs/english.py: VERBS)", text)]
     return []
 
 
@@ -325,7 +344,59 @@ def check(path: Path, root: Path | None = None) -> list[Problem]:
     return found
 
 
+def help_of_commands() -> Iterator[Problem]:
+    """Of the help of every command, option and flag of `rl-plugins`."""
+    import typer
+
+    from rl_plugins.commands.cli import app
+
+    todo: list[tuple[str, Any]] = [("rl-plugins", typer.main.get_command(app))]
+    while todo:
+        name, command = todo.pop()
+        for sub, found in getattr(command, "commands", {}).items():
+            todo.append((f"{name} {sub}", found))
+        if name == "rl-plugins":
+            continue
+        yield from command_problems(name, command.help or "")
+        for option in command.params:
+            where, text = f"{name} {option.name}", getattr(option, "help", None) or ""
+            if option.name == "help":
+                continue
+            yield from (
+                command_problems(where, text) if getattr(option, "is_flag", False) else help_problems(where, text)
+            )
+            if not text[:1].isupper() or not text.endswith("."):
+                yield Problem(where, "help is a capitalized phrase that ends with a period", text)
+
+
+def readme_problems(path: Path) -> Iterator[Problem]:
+    """Of the README: it is short."""
+    lines = path.read_text().splitlines()
+    if len(lines) >= README_LINES:
+        yield Problem(path.name, f"{len(lines)} lines, {README_LINES - 1} are the most", "")
+    for number, line in enumerate(lines, 1):
+        if len(line) > LINE:
+            yield Problem(f"{path.name}:{number}", f"{len(line)} characters, {LINE} are the most", line)
+
+
+def main(arguments: Iterable[str]) -> None:
+    """Prints what was found. The exit status is always 0."""
+    given = [Path(argument) for argument in arguments]
+    paths = files(given or [ROOT / area for area in AREAS])
+    left_out = [] if given else [ROOT / path for path in LEFT_OUT]
+    found = []
+    for path in paths:
+        if not any(path.is_relative_to(out) for out in left_out):
+            found += check(path, None if given else ROOT)
+    if not given:
+        found += [*help_of_commands(), *readme_problems(ROOT / "README.md")]
+    shown = found if given else found[:SHOWN]
+    print("\n".join(f"warning: {problem}" for problem in shown) or "English: nothing found")
+    if len(found) > len(shown):
+        print(
+            f"warning: {len(found) - len(shown)} more about English; python docs/english.py FILE shows all of a file."
+        )
+
+
 if __name__ == "__main__":
-    problems = [problem for path in files(map(Path, sys.argv[1:])) for problem in check(path)]
-    print("\n".join(map(str, problems)) or "nothing found")
-    sys.exit(bool(problems))
+    main(sys.argv[1:])
