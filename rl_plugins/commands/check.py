@@ -8,39 +8,35 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rl_plugins.cards.card_file import card_file
+import typer
+
 from rl_plugins.core.errors import ConfigError, shortened, shown
-from rl_plugins.core.method import Bundle, Method
-from rl_plugins.core.params import build_params
-from rl_plugins.runtime import registry
-from rl_plugins.runtime.config_text import read_json_or_yaml
+
+if TYPE_CHECKING:
+    from rl_plugins.core.method import Method
 
 
-def check_and_print(target: str, params: str | None = None, rows: Path | None = None) -> int:
-    """Checks a method, or every part of a bundle, and prints what was checked or what failed.
+def check(
+    method: Annotated[
+        str, typer.Argument(help='Name of a method, or "module:Class" of a class that is not installed yet.')
+    ],
+    params: Annotated[str | None, typer.Option(help="Parameters as JSON.")] = None,
+    rows: Annotated[Path | None, typer.Option(help="Dataset rows as .jsonl, for columns the method reads.")] = None,
+) -> None:
+    """Test a method against the contract that every method keeps.
 
-    Parameters that must be given and are not are those of `example_params` of its card. Without `rows`, an environment among
-    the parameters is asked for some, where its class has `rows(n)`.
-
-    Args:
-        target: a name, or "module:Class" with the module in the current folder, in its `src`, or installed.
-        params: parameters as JSON, for a method that has no default for one.
-        rows: a .jsonl file of dataset rows, for columns that cannot be guessed.
-
-    Returns:
-        1 if something failed, else 0.
-
-    Raises:
-        ConfigError: no such method, or it cannot be imported.
+    Parameters that must be given and are not are those of `example_params` of its card. Without --rows, an environment
+    among the parameters is asked for some, where its class has `rows(n)`.
     """
+    from rl_plugins.cards.card_file import card_file
     from rl_plugins.testing.contract import check_method
     from rl_plugins.testing.contract.effects import idle_parameters
 
     chosen, failed = _mapping(params), False
     stored = _read_rows(rows)
-    for cls in _classes(target):
+    for cls in _classes(method):
         given = {**card_file(cls).example_params, **chosen}
         try:
             print(check_method(cls, rows=stored or _offered_rows(cls, given), **given))
@@ -51,10 +47,12 @@ def check_and_print(target: str, params: str | None = None, rows: Path | None = 
         except AssertionError as e:
             print(e)
             failed = True
-    return int(failed)
+    raise typer.Exit(int(failed))
 
 
 def _mapping(params: str | None) -> dict[str, Any]:
+    from rl_plugins.runtime.config_text import read_json_or_yaml
+
     found = read_json_or_yaml(params or "", "--params") or {}
     if not isinstance(found, dict):
         raise ConfigError(f"--params is {shown(params)}; it must be a JSON object, e.g. '{{\"mad_eps\": 0.001}}'.")
@@ -77,6 +75,8 @@ def _read_rows(path: Path | None) -> list[dict[str, Any]]:
 
 def _offered_rows(cls: type[Method], given: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of the environments among the parameters."""
+    from rl_plugins.core.params import build_params
+
     try:
         params = build_params(cls.Params, given, cls.name)
     except ConfigError:
@@ -86,6 +86,9 @@ def _offered_rows(cls: type[Method], given: dict[str, Any]) -> list[dict[str, An
 
 
 def _classes(target: str) -> list[type[Method]]:
+    from rl_plugins.core.method import Bundle
+    from rl_plugins.runtime import registry
+
     if ":" in target:
         return [_imported(target)]
     found = registry.load(target)
@@ -95,6 +98,8 @@ def _classes(target: str) -> list[type[Method]]:
 
 
 def _imported(target: str) -> type[Method]:
+    from rl_plugins.core.method import Method
+
     module, _, name = target.partition(":")
     here = [os.getcwd(), os.path.join(os.getcwd(), "src")]
     sys.path[:0] = here

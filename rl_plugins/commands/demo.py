@@ -1,322 +1,63 @@
-"""`rl-plugins demo`: the comparison on policies that are built here, in the trainer of a host."""
+"""`rl-plugins demo`: methods and plain GRPO on a small policy that is built here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-import yaml
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+import typer
 
-from rl_plugins.commands.compare import need_plots, parse_seeds, run, timing_notes
+from rl_plugins.commands.shared.options import (
+    Baseline,
+    Budget,
+    CostUnit,
+    DryRun,
+    Host,
+    Jobs,
+    TrainedIn,
+    one_job,
+    parse_seeds,
+)
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.lab.compare.plan import Comparison, Variant, make_plan, parse_variants
-from rl_plugins.lab.compare.runs import is_finished
-from rl_plugins.lab.compare.trl import Trl
-
-TOY = "A toy: it shows that the method acts and what it does here, not what it does on a large model."
-SETS = "Settings of every run: `{}/runs/*/config.yaml`. It also gets its seed, folder, methods and their parameters."
-
-
-def headline(seeds: str, out: Path, jobs: int, long: bool, cost_unit: str, dry_run: bool) -> None:
-    """The demo without METHODS: GDPO, plain GRPO and a control on two rewards of different size."""
-    from rl_plugins.lab.demo import headline, settings
-    from rl_plugins.lab.demo.policy import policy_path
-
-    need_plots()
-    data, console = out / "data", Console()
-    values = headline.config(policy_path().absolute(), data.absolute(), long)
-    if not dry_run:
-        _warm_start(console)
-        settings.write_data(data)
-    notes = [*headline.NOTES, _size(values), SETS.format(out), TOY, *timing_notes(cost_unit, jobs)]
-    comparison = make_plan(_host(values), headline.VARIANTS, parse_seeds(seeds), out, notes=notes)
-    run(
-        comparison,
-        headline.METRICS,
-        jobs,
-        cost_unit,
-        dry_run,
-        console=console,
-        watch="rewards/mark/mean",
-        environment=settings.environment(out),
-        labels=headline.LABELS,
-    )
-    _told_how_to_look(comparison, dry_run, console)
 
 
 def demo(
-    methods: Sequence[str], baseline: str, seeds: str, out: Path, jobs: int, long: bool, cost_unit: str, dry_run: bool
+    methods: Annotated[
+        list[str] | None, typer.Argument(help="Methods; `vade+mc_grpo` is one variant with both.")
+    ] = None,
+    host: TrainedIn = Host.trl,
+    vs: Baseline = "grpo",
+    seeds: Annotated[
+        str | None,
+        typer.Option(help="Number of seeds (3), or the seeds (4,7,11).", show_default="3; with --host verl: 2"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the results.", show_default="demo-results, or demo-results/verl"),
+    ] = None,
+    jobs: Jobs = None,
+    long: Annotated[bool, typer.Option("--long", help="Run more steps.")] = False,
+    budget: Budget = CostUnit.steps,
+    dry_run: DryRun = False,
 ) -> None:
-    """Builds the embedded policy and compares methods with plain GRPO on it."""
-    from rl_plugins.lab.demo import agents, flows, masked, settings
-    from rl_plugins.lab.demo.masked_policy import load_masked_policy, masked_policy_path
-    from rl_plugins.lab.demo.policy import load_policy, policy_path
+    """Train methods and plain GRPO side by side on a small policy built here.
 
-    need_plots()
-    variants = parse_variants(methods, baseline)
-    names = _names(variants)
-    console = Console()
-    if flows.needed(names):
-        _flows(variants, seeds, out, jobs, long, cost_unit, dry_run, console)
+    Without METHODS it trains on two rewards of different size: plain GRPO, GDPO, and a control. With --host verl it
+    trains vade.
+    """
+    from rl_plugins.lab.compare.comparison import RunOptions
+    from rl_plugins.lab.demo.demos import demo_trl, demo_verl, headline
+
+    if host == Host.verl:
+        one_job(jobs)
+        folder = out or Path("demo-results/verl")
+        options = RunOptions(folder, parse_seeds(seeds or "2"), vs, 1, budget, dry_run)
+        demo_verl(methods or ["vade"], options, long)
         return
-    if agents.needed(names):
-        _agents(variants, seeds, out, jobs, long, cost_unit, dry_run, console)
+    options = RunOptions(out or Path("demo-results"), parse_seeds(seeds or "3"), vs, jobs or 2, budget, dry_run)
+    if methods:
+        demo_trl(methods, options, long)
         return
-    data, diffusion = out / "data", masked.needed(names)
-    path, load, made = (
-        (masked_policy_path(), load_masked_policy, masked.config)
-        if diffusion
-        else (policy_path(), load_policy, settings.config)
-    )
-    values = made(path.absolute(), data.absolute(), names, long)
-    if not dry_run:
-        _warm_start(console, lambda progress: load(progress=progress))
-        settings.write_data(data)
-    params = _params(names)
-    about = masked.NOTES if diffusion else (settings.ABOUT,)
-    notes = [
-        *about[:-1],
-        f"{about[-1]} Reward: {_rewarded(values['reward_weights'])}. {_size(values)}",
-        *settings.reasons(names),
-        *_method_notes(params),
-        SETS.format(out),
-        TOY,
-        *timing_notes(cost_unit, jobs),
-    ]
-    comparison = make_plan(_host(values, diffusion), variants, parse_seeds(seeds), out, params, notes)
-    run(
-        comparison,
-        settings.metrics(values),
-        jobs,
-        cost_unit,
-        dry_run,
-        console=console,
-        watch="rewards/exact/mean",
-        environment=settings.environment(out),
-        labels=settings.LABELS,
-    )
-    _told_how_to_look(comparison, dry_run, console)
-
-
-def _agents(
-    variants: Sequence[Variant],
-    seeds: str,
-    out: Path,
-    jobs: int,
-    long: bool,
-    cost_unit: str,
-    dry_run: bool,
-    console: Console,
-) -> None:
-    """The demo of methods for agents: in an environment, with the plain agent loop where a variant has no other."""
-    from rl_plugins.lab.demo import agents, settings
-    from rl_plugins.lab.demo.environments.policy import agent_policy_path, load_agent_policy
-
-    variants = agents.with_loop(variants)
-    names = _names(variants)
-    environment = agents.environment_of(names)
-    data = out / "data"
-    values = agents.config(agent_policy_path(environment).absolute(), data.absolute(), long)
-    if not dry_run:
-        _warm_start(console, lambda progress: load_agent_policy(environment, progress=progress))
-        agents.write_data(data, environment)
-    params = _params(names) | agents.params(names, environment)
-    notes = [
-        f"TRL's GRPOTrainer, a policy of 78,272 parameters, agents in `{environment}`, reward: its score. "
-        f"{_size(values)} {variants[0].label} is the plain agent loop (`{agents.LOOP}`, unlimited).",
-        *_method_notes(params),
-        SETS.format(out),
-        TOY,
-        *timing_notes(cost_unit, jobs),
-    ]
-    comparison = make_plan(_host(values), variants, parse_seeds(seeds), out, params, notes)
-    run(
-        comparison,
-        agents.METRICS,
-        jobs,
-        cost_unit,
-        dry_run,
-        console=console,
-        watch=agents.METRICS[0],
-        environment=settings.environment(out),
-        labels=agents.LABELS,
-    )
-    _told_how_to_look(comparison, dry_run, console)
-
-
-def _flows(
-    variants: Sequence[Variant],
-    seeds: str,
-    out: Path,
-    jobs: int,
-    long: bool,
-    cost_unit: str,
-    dry_run: bool,
-    console: Console,
-) -> None:
-    """The demo of methods for diffusion policies: reward curves, and samples before and after."""
-    from rl_plugins.lab.demo import flows, settings
-    from rl_plugins.lab.demo.shapes import load_shape_policy, shape_policy_path
-
-    values = flows.config(shape_policy_path().absolute(), long)
-    if not dry_run:
-        _warm_start(console, lambda progress: load_shape_policy(progress=progress))
-    params = _params(_names(variants))
-    size = (
-        f"Every run trains {values['batches']} batches of {values['prompts_per_batch']} prompts, "
-        f"{values['group_size']} samples of {values['steps']} steps per prompt."
-    )
-    notes = [*flows.NOTES, size, *_method_notes(params)[:-1], SETS.format(out), TOY, *timing_notes(cost_unit, jobs)]
-    host = flows.Flows(yaml.safe_dump(values, sort_keys=False))
-    comparison = make_plan(host, variants, parse_seeds(seeds), out, params, notes)
-    run(
-        comparison,
-        flows.METRICS,
-        jobs,
-        cost_unit,
-        dry_run,
-        console=console,
-        watch="reward",
-        environment=settings.environment(out),
-        labels=flows.LABELS,
-    )
-    if not dry_run:
-        flows.draw_samples(comparison, out / "samples.png")
-        console.print(f"Samples from the same seeds, before and after: {out / 'samples.png'}", highlight=False)
-
-
-def demo_verl(
-    methods: Sequence[str], baseline: str, seeds: str, out: Path, long: bool, cost_unit: str, dry_run: bool
-) -> None:
-    """The demo in verl's trainer on the CPU: one run at a time, because one is 19 processes."""
-    from rl_plugins.lab.compare.verl import Verl
-    from rl_plugins.lab.demo import agents, flows, masked, settings, verl_data
-    from rl_plugins.lab.demo.policy import policy_path
-
-    need_plots()
-    variants = parse_variants(methods, baseline)
-    names = _names(variants)
-    if agents.needed(names):
-        raise ConfigError(
-            f"{', '.join(names)}: agents are shown on TRL. Run `rl-plugins demo {' '.join(methods)}`; with verl, use "
-            f"your own environment and `rl-plugins compare`."
-        )
-    if flows.needed(names):
-        raise ConfigError(
-            f"{', '.join(names)}: verl does not train diffusion policies. Run `rl-plugins demo {' '.join(methods)}`, "
-            f"which has a trainer of its own for them."
-        )
-    if masked.needed(names):
-        raise ConfigError(
-            f"{', '.join(names)}: verl has no engine for masked diffusion models. Run `rl-plugins demo "
-            f"{' '.join(methods)}`, which is on TRL."
-        )
-    console = Console()
-    steps = verl_data.LONG_STEPS if long else verl_data.SHORT_STEPS
-    data = out / "data"
-    given = verl_data.overrides(data, policy_path(), out, steps=steps, test_every=steps // 2)
-    host = Verl.of([*given, *verl_data.suited(names)])
-    params = _params(names)
-    notes = [
-        f"verl's trainer on the CPU (rollouts by transformers in place of vLLM), a policy of 78,272 parameters, tasks "
-        f"of sorting digits, reward {_rewarded(verl_data.reward_weights(names))}. Every run trains {steps} steps of "
-        f"{verl_data.PROMPTS * verl_data.SAMPLES} rollouts, {verl_data.SAMPLES} per prompt.",
-        f"Every variant runs in the trainer `rl_plugins_sync`; for {baseline} it hands everything on to verl and only "
-        f"counts what it costs. The replay buffer is asked every 0.2 s instead of verl's 2 s. Seconds are those of the "
-        f"training steps, without start-up and evaluation.",
-        *verl_data.reasons(names),
-        *_method_notes(params),
-        f"Settings of every run: `{out / 'runs'}/*/command.json`.",
-        TOY,
-    ]
-    if len(parse_seeds(seeds)) < 3:
-        notes.append(
-            "Fewer than 3 seeds tell only very large differences apart: --seeds 5 takes longer and tells more."
-        )
-    comparison = make_plan(host, variants, parse_seeds(seeds), out, params, notes)
-    waiting = sum(not is_finished(planned) for planned in comparison.runs)
-    if not dry_run:
-        _warm_start(console)
-        verl_data.write(data)
-        if waiting:
-            one = verl_data.SECONDS_TO_START + steps * verl_data.SECONDS_PER_STEP
-            console.print(
-                f"{waiting} runs of verl one after another, each about {one / 60:.1f} minutes on two idle cores (verl "
-                f"starts 19 processes per run): about {waiting * one / 60:.0f} minutes. Ctrl-C stops; the same command "
-                f"goes on after the last finished run.",
-                highlight=False,
-            )
-    run(
-        comparison,
-        settings.metrics({"reward_weights": verl_data.reward_weights(names)}),
-        1,
-        cost_unit,
-        dry_run,
-        console=console,
-        watch="rewards/exact/mean",
-        environment=verl_data.ENVIRONMENT,
-        labels=settings.LABELS,
-    )
-    _told_how_to_look(comparison, dry_run, console)
-
-
-def _names(variants: Sequence[Variant]) -> list[str]:
-    return list(dict.fromkeys(name for variant in variants for name in variant.methods))
-
-
-def _host(values: Mapping[str, Any], masked: bool = False) -> Trl:
-    return Trl(yaml.safe_dump(dict(values), sort_keys=False), masked=masked, trace=not masked)
-
-
-def _told_how_to_look(comparison: Comparison, dry_run: bool, console: Console) -> None:
-    """The last line of a demo: where its traces are."""
-    traced = [r.folder / "trainer" for r in comparison.runs if (r.folder / "trainer" / "trace").is_dir()]
-    if traced and not dry_run:
-        console.print(
-            f"What became of each rollout, and why: rl-plugins inspect {traced[0]} --html page", soft_wrap=True
-        )
-
-
-def _params(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    from rl_plugins.lab.demo.settings import demo_params
-    from rl_plugins.runtime import registry
-
-    known = registry.all_names()
-    parts = [p for name in names if name in known for p in getattr(registry.load(name), "parts", (name,))]
-    return {name: dict(given) for name in parts if (given := demo_params(name))}
-
-
-def _size(values: Mapping[str, Any]) -> str:
-    return (
-        f"Every run trains {values['max_steps']} steps of {values['per_device_train_batch_size']} rollouts, "
-        f"{values['num_generations']} per prompt; what a method makes and does not train is in the table of costs."
-    )
-
-
-def _method_notes(params: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    return [
-        *(f"`{name}` runs with {', '.join(f'{k}={v}' for k, v in given.items())}." for name, given in params.items()),
-        "Nothing is learned in groups of equal rewards. Right answers on held-out prompts are comparable between "
-        "variants. Right answers in training are those of the prompts and completions that each method chose.",
-    ]
-
-
-def _rewarded(weights: Sequence[float]) -> str:
-    from rl_plugins.lab.demo.settings import REWARDS
-
-    return " + ".join(name for name, weight in zip(REWARDS, weights, strict=True) if weight)
-
-
-def _warm_start(console: Console, load: Callable[[Any], Any] | None = None) -> None:
-    """Builds the policy of the demo, if it is not there yet; `load` builds another one."""
-    from rl_plugins.lab.demo.policy import load_policy
-
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
-        task = progress.add_task("warm start of the policy (once, then cached)", total=None)
-        (load or (lambda update: load_policy(progress=update)))(
-            lambda step, total, _: progress.update(task, total=total, completed=step)
-        )
-        progress.update(task, total=1, completed=1)
+    if vs != "grpo":
+        raise ConfigError(f"--vs {vs} is given without a method. Name one: rl-plugins demo gdpo --vs {vs}")
+    headline(options, long)

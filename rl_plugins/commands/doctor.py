@@ -7,23 +7,51 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
-from rl_plugins.cards.catalog import entries
+import typer
+
+from rl_plugins.commands.shared.options import Host, MethodParams, OfRun, WorldSize
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.method import SIGNALS
-from rl_plugins.kit.masked import MASKED_OPTIONS
-from rl_plugins.lab.demo.masked import needed
-from rl_plugins.runtime import preflight
-from rl_plugins.runtime.config_text import read_yaml
-from rl_plugins.runtime.registry import parse_methods
-from rl_plugins.runtime.report import VARIABLES, print_environment, print_problems, print_versions
-from rl_plugins.runtime.stack import build_stack
 
 HOSTS = ("trl", "verl")
 SHOWN = ("torch", "transformers", "trl", "peft", "verl", "vllm")
 
 
-# ---- the two commands
+def doctor(
+    host: OfRun = Host.trl,
+    config: Annotated[Path | None, typer.Option(help="YAML config of a run of `trl grpo`.")] = None,
+    methods: Annotated[list[str] | None, typer.Option(help="Names of the methods: a b, or a,b.")] = None,
+    method_params: MethodParams = None,
+    world_size: WorldSize = None,
+    words: Annotated[  # also the rest of --methods a b
+        list[str] | None,
+        typer.Argument(metavar="[-- OVERRIDES...]", help="Overrides of verl's command line, with --host verl."),
+    ] = None,
+) -> None:
+    """Show versions, plugins, and what a run would do.
+
+    Nothing is started. The exit status is 1 if something cannot take effect, with a list of all problems.
+
+    \b
+    A run of TRL:
+      rl-plugins doctor --config run.yaml --methods vade mc_grpo
+
+    \b
+    A run of verl, by its overrides or by the whole command:
+      rl-plugins doctor --host verl -- trainer.v1.trainer_mode=rl_plugins_sync "+rl_plugins.methods=[vade]" ...
+      rl-plugins doctor --host verl -- python -m verl.trainer.main_ppo data.train_batch_size=64 ...
+    """
+    if host == Host.verl:
+        if config or methods or method_params or world_size:
+            raise ConfigError(
+                "--config, --methods, --method-params and --world-size are for TRL. Give a run of verl by its "
+                'overrides: rl-plugins doctor --host verl -- "+rl_plugins.methods=[vade]" trainer.nnodes=2 ...'
+            )
+        from rl_plugins.verl import doctor as verl_doctor
+
+        raise typer.Exit(verl_doctor.examine(words or [], print_found))
+    raise typer.Exit(examine(config, [*(methods or []), *(words or [])], method_params, world_size))
 
 
 def examine(config: Path | None, methods: Sequence[str], method_params: str | None, world_size: int | None) -> int:
@@ -32,6 +60,8 @@ def examine(config: Path | None, methods: Sequence[str], method_params: str | No
     Returns:
         1 if something would fail, else 0.
     """
+    from rl_plugins.runtime.report import print_problems
+
     problems = [*_print_installation()]
     if config is not None:
         argv = ["--config", str(config)]
@@ -49,6 +79,8 @@ def dry_run(argv: Sequence[str], masked: bool = False) -> int:
     Returns:
         1 if something would fail, else 0.
     """
+    from rl_plugins.runtime.report import print_problems
+
     return print_problems(_print_run(argv, None, masked), SHOWN)
 
 
@@ -61,6 +93,11 @@ def _print_run(argv: Sequence[str], world_size: int | None, masked: bool) -> lis
 def _masked(config: Path, methods: Sequence[str]) -> bool:
     """Whether the config or a method has an option of the trainer of masked diffusion models. A config or a name that
     cannot be read is told of later."""
+    from rl_plugins.kit.masked import MASKED_OPTIONS
+    from rl_plugins.lab.demo.masked import needed
+    from rl_plugins.runtime.config_text import read_yaml
+    from rl_plugins.runtime.registry import parse_methods
+
     try:
         values = read_yaml(config, f"The config {config}") or {}
         named = parse_methods(list(methods) or values.get("methods"))
@@ -73,6 +110,8 @@ def _masked(config: Path, methods: Sequence[str]) -> bool:
 
 
 def _print_installation() -> Iterator[str]:
+    from rl_plugins.runtime.report import VARIABLES, print_environment, print_versions
+
     states = print_versions(SHOWN)
     usable = [host for host in HOSTS if states[host][1].startswith("ok")]
     if not usable:
@@ -94,6 +133,8 @@ def _print_installation() -> Iterator[str]:
 
 def print_found() -> None:
     """How many methods there are, and which cannot be used."""
+    from rl_plugins.cards.catalog import entries
+
     found = entries()
     good = [e for e in found if not e.problem]
     foreign = sorted({e.distribution for e in good} - {"rl-plugins"})
@@ -107,6 +148,10 @@ def print_found() -> None:
 
 
 def _print_methods(methods: Sequence[str], method_params: str | None) -> list[str]:
+    from rl_plugins.core.method import SIGNALS
+    from rl_plugins.runtime import preflight
+    from rl_plugins.runtime.stack import build_stack
+
     try:
         stack = build_stack(methods, method_params)
     except ConfigError as e:

@@ -2,88 +2,84 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
-from rich.progress import track
+import typer
 
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.lab.viewer.comparison import pair_of, pairs
-from rl_plugins.lab.viewer.folder import TraceFolder
-from rl_plugins.lab.viewer.page import write_page
-from rl_plugins.lab.viewer.serve import PageServer
-from rl_plugins.lab.viewer.terminal import print_batch, print_group, print_pair, print_pairs, print_run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rl_plugins.lab.viewer.folder import TraceFolder
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What is shown, and how.
+def inspect(
+    run: Annotated[Path, typer.Argument(help="Folder of a run that was made with `trace: true`.")],
+    batch: Annotated[int | None, typer.Option(help="Generation batch whose groups are listed.", min=0)] = None,
+    group: Annotated[int | None, typer.Option(help="Group of the batch whose rollouts are shown.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="Other run to compare with; the same one compares its batches.")
+    ] = None,
+    other_batch: Annotated[int | None, typer.Option(help="Batch of the other run.", min=0)] = None,
+    prompt: Annotated[int | None, typer.Option(help="Dataset row whose rollouts are compared.", min=0)] = None,
+    html: Annotated[Path | None, typer.Option(help="Folder for a page that opens without a server.")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve the page on this machine, for large traces.")] = False,
+    port: Annotated[int, typer.Option(help="Port of --serve; 0: a free one.", min=0, max=65535)] = 0,
+) -> None:
+    """Look at the trace of a run: batches, the groups of one, and what became of each rollout and why.
 
-    Args:
-        batch, group: of the run; prompt: dataset row of a comparison.
-        compare: another run, or the same one; other_batch: its batch.
-        html: folder of a page; serve: show it; port: of the server.
+    Without options it prints the batches. --html writes a page with curves, tables and texts, --serve shows it.
+
+    --compare shows the same prompts under two policies, and where their texts differ.
+
+    A run writes a trace if its config says `trace: true` (TRL) or `+rl_plugins.trace=true` (verl).
     """
+    if group is not None and batch is None:
+        raise ConfigError(f"--group {group} is given without a batch. Say which one: --batch N --group {group}")
+    if (html is not None) + serve + (batch is not None) > 1:
+        raise ConfigError("--batch, --html and --serve show the trace in three ways. Give one of them.")
+    if compare is None and (other_batch is not None or prompt is not None):
+        raise ConfigError("--other-batch and --prompt belong to a comparison. Give --compare RUN, too.")
+    if compare is not None and group is not None:
+        raise ConfigError(f"--group {group} is of one run. In a comparison, give --prompt N, a dataset row.")
+    from rich.console import Console
+    from rich.progress import track
 
-    batch: int | None = None
-    group: int | None = None
-    compare: Path | None = None
-    other_batch: int | None = None
-    prompt: int | None = None
-    html: Path | None = None
-    serve: bool = False
-    port: int = 0
+    from rl_plugins.lab.viewer.comparison import pair_of, pairs
+    from rl_plugins.lab.viewer.folder import TraceFolder
+    from rl_plugins.lab.viewer.page import write_page
+    from rl_plugins.lab.viewer.terminal import print_batch, print_group, print_pair, print_pairs, print_run
 
-    def check(self) -> None:
-        """Raises:
-        ConfigError: options that need or exclude each other.
-        """
-        if self.group is not None and self.batch is None:
-            raise ConfigError(
-                f"--group {self.group} is given without a batch. Say which one: --batch N --group {self.group}"
-            )
-        if (self.html is not None) + self.serve + (self.batch is not None) > 1:
-            raise ConfigError("--batch, --html and --serve show the trace in three ways. Give one of them.")
-        if self.compare is None and (self.other_batch is not None or self.prompt is not None):
-            raise ConfigError("--other-batch and --prompt belong to a comparison. Give --compare RUN, too.")
-        if self.compare is not None and self.group is not None:
-            raise ConfigError(f"--group {self.group} is of one run. In a comparison, give --prompt N, a dataset row.")
-
-
-def show(run: Path, wanted: Wanted) -> None:
-    """Prints the batches of a trace, the groups of a batch, the rollouts of a group, or a comparison; or makes a page.
-
-    Raises:
-        ConfigError: there is no trace, not what is asked for, or options that exclude each other.
-    """
-    wanted.check()
     trace, console = TraceFolder(run), Console(highlight=False)
-    other = TraceFolder(wanted.compare) if wanted.compare is not None else None
-    beside = None if other is None or other.path == trace.path else other
-    if wanted.html is not None:
-        count = len(trace.recorded) + (len(beside.recorded) if beside else 0)
-        for _ in track(write_page(trace, wanted.html, beside), "Writing the page", count, console=console):
+    other = TraceFolder(compare) if compare is not None else None
+    second = None if other is None or other.path == trace.path else other
+    if html is not None:
+        count = len(trace.recorded) + (len(second.recorded) if second else 0)
+        for _ in track(write_page(trace, html, second), "Writing the page", count, console=console):
             pass
-        console.print(f"Open {wanted.html / 'index.html'} in a browser.", markup=False, soft_wrap=True)
-    elif wanted.serve:
-        _serve(trace, wanted.port, beside, console)
+        console.print(f"Open {html / 'index.html'} in a browser.", markup=False, soft_wrap=True)
+    elif serve:
+        _serve(trace, port, second, console)
     elif other is not None:
-        found = pairs(trace, other, wanted.batch, wanted.other_batch)
-        if wanted.prompt is None:
+        found = pairs(trace, other, batch, other_batch)
+        if prompt is None:
             print_pairs(trace, other, found, console)
         else:
-            print_pair(trace, other, pair_of(found, wanted.prompt), console)
-    elif wanted.batch is None:
+            print_pair(trace, other, pair_of(found, prompt), console)
+    elif batch is None:
         print_run(trace, console)
         console.print(f"As a page: rl-plugins inspect {run} --html page, or --serve.", markup=False, soft_wrap=True)
-    elif wanted.group is None:
-        print_batch(trace, wanted.batch, console)
+    elif group is None:
+        print_batch(trace, batch, console)
     else:
-        print_group(trace, wanted.batch, wanted.group, console)
+        print_group(trace, batch, group, console)
 
 
 def _serve(trace: TraceFolder, port: int, other: TraceFolder | None, console: Console) -> None:
+    from rl_plugins.lab.viewer.serve import PageServer
+
     try:
         server = PageServer(trace, port, other)
     except OSError as e:

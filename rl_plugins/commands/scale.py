@@ -1,41 +1,71 @@
 """`rl-plugins scale`: the config of a run with more samples per batch, by the recipe of arXiv 2603.06009.
 
-Mini-batch, learning rate, epochs and clip range stay, so the number of optimizer steps per batch grows. What a host
-calls that, and what it counts in batches, is in the adapters: `rl_plugins.trl.commands.scale` and `rl_plugins.verl.scale`.
+What a host calls an option, and what it counts in batches, is in the adapters: `rl_plugins.trl.commands.scale` and
+`rl_plugins.verl.scale`.
 """
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
-from rl_plugins.commands.yaml_edit import with_values
-from rl_plugins.core.errors import ConfigError, shown
-from rl_plugins.runtime.config_text import read_yaml
-from rl_plugins.runtime.scaling import Scaled
+from rl_plugins.commands.shared.options import Force, Host, OfRun, WorldSize
+from rl_plugins.commands.shared.overrides import with_overrides, words_of
+from rl_plugins.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rl_plugins.runtime.scaling import Scaled
 
 
-def scale(words: Sequence[str], by: int, host: str, out: Path | None, force: bool, world_size: int | None) -> None:
-    """Writes the new config and prints what it changed.
+def scale(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG | -- OVERRIDES...",
+            help="YAML config of `trl grpo`; with --host verl a YAML file, a file with the command, or overrides.",
+            show_default=False,
+        ),
+    ] = None,
+    by: Annotated[int, typer.Option("--by", min=1, help="Factor on the samples per batch.")] = 2,
+    host: OfRun = Host.trl,
+    out: Annotated[Path | None, typer.Option(help="File of the new config.", show_default="stdout")] = None,
+    force: Force = False,
+    world_size: WorldSize = None,
+) -> None:
+    """Write the config of a run with more samples per batch, and say what changed and why.
 
-    Args:
-        words: a file, or overrides of verl.
-        out: None: the config goes to stdout, the table to stderr.
+    Use it before a run whose reward would stop rising, or to go on from a checkpoint's weights with larger batches. The
+    recipe is that of arXiv 2603.06009: the mini-batch, the learning rate, the epochs and the clip range stay, so the
+    number of optimizer steps per batch grows. Do not raise the learning rate with the batch. What the host counts in
+    batches (length of the run, intervals, verl's schedule) is divided, so that it still counts the same samples. A
+    batch must be a whole number of mini-batches.
 
-    Raises:
-        ConfigError: the config cannot be read or scaled, or `out` exists and `force` is not given.
+    \b
+    A run of TRL; the table goes to stdout, or to stderr where the config goes to stdout:
+      rl-plugins scale run.yaml --by 4 --out larger.yaml
+      rl-plugins trl grpo --config larger.yaml --dry-run
+
+    \b
+    A run of verl, by its overrides or a file:
+      rl-plugins scale --host verl --by 4 --out larger.txt -- data.train_batch_size=64 ...
+      rl-plugins scale command.txt --host verl --by 4 --out larger.txt
+      xargs -a larger.txt python -m verl.trainer.main_ppo
+
+    The method `ppo_million` logs how many samples a run has per unit of KL: `rl-plugins info ppo_million`.
     """
+    from rich.console import Console
+
     if out is not None and out.exists() and not force:
         raise ConfigError(f"--out {out} exists. Nothing was written. Give another file, or --force to replace it.")
-    text, scaled = _verl(words, by, world_size) if host == "verl" else _trl(words, by, world_size)
+    text, scaled = _verl(words or [], by, world_size) if host == Host.verl else _trl(words or [], by, world_size)
     _print(scaled, by, Console(stderr=out is None, soft_wrap=False))
     if out is None:
         sys.stdout.write(text)
@@ -50,6 +80,7 @@ def _trl(words: Sequence[str], by: int, world_size: int | None) -> tuple[str, Sc
             "A run of TRL is scaled by its config file alone. Give it: rl-plugins scale run.yaml --by 4 --out "
             "new.yaml. Overrides are for --host verl."
         )
+    from rl_plugins.commands.shared.yaml_edit import with_values
     from rl_plugins.trl.commands import scale as adapter
 
     config = Path(words[0])
@@ -70,6 +101,8 @@ def _verl(words: Sequence[str], by: int, world_size: int | None) -> tuple[str, S
             "Give a run of verl as one file or as overrides: rl-plugins scale run.yaml --host verl --by 4, or "
             "rl-plugins scale --host verl --by 4 -- data.train_batch_size=64 OVERRIDES"
         )
+    from rl_plugins.commands.shared.yaml_edit import with_values
+    from rl_plugins.runtime.config_text import read_yaml
     from rl_plugins.verl import scale as adapter
     from rl_plugins.verl.config import compose
     from rl_plugins.verl.doctor import read_command
@@ -99,34 +132,9 @@ def _verl(words: Sequence[str], by: int, world_size: int | None) -> tuple[str, S
     return "".join(f"{shlex.quote(word)}\n" for word in new), scaled
 
 
-def words_of(file: Path) -> list[str]:
-    """The words of a file with a command of verl or with its overrides."""
-    try:
-        words = shlex.split(file.read_text(encoding="utf-8").replace("\\\n", " "), comments=True)
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"{file} cannot be read: {e}. Give a YAML file, or a file with overrides.") from None
-    variables = [word for word in words if "$" in word and word != "$@"]
-    if variables:
-        raise ConfigError(
-            f"{file} is a shell script with variables ({shown(variables[0])}). Only a plain command or its overrides "
-            f"can be read. Give the words that the shell makes of them: --host verl -- OVERRIDES"
-        )
-    return words
-
-
-def with_overrides(words: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Overrides of hydra with other values: the last one of a name is replaced, a new name comes last."""
-    new = list(words)
-    for name, value in values.items():
-        places = [i for i, word in enumerate(new) if re.match(rf"\+{{0,2}}{re.escape(name)}=", word)]
-        if places:
-            new[places[-1]] = f"{new[places[-1]].partition('=')[0]}={value}"
-        else:
-            new.append(f"{name}={value}")
-    return new
-
-
 def _print(scaled: Scaled, by: int, console: Console) -> None:
+    from rich.table import Table
+
     if not scaled.settings:
         console.print(f"Nothing to change for --by {by}.")
     else:

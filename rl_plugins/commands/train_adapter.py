@@ -6,33 +6,62 @@ import csv
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
 from rl_plugins.core.errors import ConfigError, shortened
-from rl_plugins.methods.dots import checked_embeddings, load_embeddings, save_adapter, steps_of, train_adapter
+
+if TYPE_CHECKING:
+    import torch
 
 
-def train(embeddings: Path, rates: Path, out: Path, references: int, epochs: int, hidden: int, seed: int) -> None:
-    """Trains and writes an adapter, with a progress bar.
+def train_adapter(
+    embeddings: Annotated[
+        Path, typer.Argument(help="File of embeddings (.safetensors or .npy) with a row per prompt.")
+    ],
+    rates: Annotated[
+        Path,
+        typer.Argument(help="File of pass rates (.csv or .jsonl): row, pass_rate, and model if there are several."),
+    ],
+    out: Annotated[Path, typer.Argument(help="File that is written (.safetensors).")],
+    references: Annotated[int, typer.Option(min=2, help="Number of prompts that a prediction is made from.")] = 256,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the pass rates.")] = 20,
+    hidden: Annotated[int, typer.Option(min=1, help="Size of the projections.")] = 896,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights and of the order of the pass rates.")] = 0,
+) -> None:
+    """Train the adapter of `dots`, which predicts pass rates of prompts.
 
-    Raises:
-        ConfigError: a file cannot be read or does not fit, or would be overwritten.
+    A pass rate is a number from 0 to 1, of any model on any of the prompts; `row` is the prompt's row in the file of
+    embeddings. The more models the pass rates come from, the better the adapter transfers to a policy in training. For
+    some thousands of prompts training takes minutes on a CPU. Nothing is downloaded.
+
+    \b
+    Write the embeddings (row i belongs to dataset row i; for example a frozen model's mean over tokens):
+      from rl_plugins.methods.dots import save_embeddings
+      from rl_plugins.runtime.fingerprint import fingerprint
+      save_embeddings("embeddings.safetensors", array, fingerprint(train_dataset))
+
+    \b
+    Then:
+      rl-plugins train-adapter embeddings.safetensors rates.csv adapter.safetensors
+      rl-plugins trl grpo --config run.yaml --methods dots --method_params
+        '{"dots": {"embeddings": "embeddings.safetensors", "adapter": "adapter.safetensors"}}'
     """
+    from rl_plugins.methods import dots
+
     if out.suffix != ".safetensors" or out.exists():
         what = "exists already" if out.exists() else "must end in .safetensors"
         raise ConfigError(f"the adapter's file {shortened(str(out))} {what}. Give another name.")
-    values = checked_embeddings(load_embeddings(embeddings)[0], None, f"`{embeddings.name}`")
+    values = dots.checked_embeddings(dots.load_embeddings(embeddings)[0], None, f"`{embeddings.name}`")
     tables = read_rates(rates, int(values.shape[0]))
     for model, (prompts, _) in tables.items():
         if len(prompts) < 4:
             raise ConfigError(f"model {shortened(model)} has {len(prompts)} pass rates; at least 4 are needed.")
     n = sum(len(prompts) for prompts, _ in tables.values())
     typer.echo(f"{n} pass rates of {len(tables)} models, embeddings of {values.shape[1]} numbers, {epochs} epochs")
-    with typer.progressbar(length=steps_of(tables, epochs), label="training") as bar:
-        adapter, loss = train_adapter(
+    with typer.progressbar(length=dots.steps_of(tables, epochs), label="training") as bar:
+        adapter, loss = dots.train_adapter(
             values,
             tables,
             references=references,
@@ -41,7 +70,7 @@ def train(embeddings: Path, rates: Path, out: Path, references: int, epochs: int
             seed=seed,
             progress=lambda _: bar.update(1),
         )
-    save_adapter(out, adapter)
+    dots.save_adapter(out, adapter)
     typer.echo(f"binary cross-entropy of the last epoch {loss:.4f}; written: {out}")
 
 
@@ -52,6 +81,8 @@ def read_rates(path: Path, size: int) -> dict[str, tuple[torch.Tensor, torch.Ten
     Raises:
         ConfigError: no such file, a line without a row of the embeddings or a rate in [0, 1], or twice the same.
     """
+    import torch
+
     found: dict[str, dict[int, float]] = {}
     try:
         for number, line in enumerate(_lines(path), 1):

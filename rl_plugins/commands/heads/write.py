@@ -2,169 +2,96 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+import enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
-from rl_plugins.cards.usage import hydra
-from rl_plugins.commands.scale import with_overrides, words_of
-from rl_plugins.commands.yaml_edit import with_values
+from rl_plugins.commands.shared.options import Force, Host, OfRun
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.runtime.config_text import read_yaml
-from rl_plugins.runtime.registry import parse_method_params, parse_methods
-from rl_plugins.runtime.stack import build_stack
-
-METHOD = "difficulty_slices"
 
 
-@dataclass(frozen=True)
-class Heads:
-    """What the runs get.
+class Adapter(enum.StrEnum):
+    """Adapters of PEFT that can be a head."""
 
-    Args:
-        count: heads.
-        column: with the successes of the base policy; empty: the run's own rollouts.
-        adapter: lora, prompt_tuning or prefix_tuning.
-        virtual_tokens, text: of the latter two.
+    lora = "lora"
+    prompt_tuning = "prompt_tuning"
+    prefix_tuning = "prefix_tuning"
+
+
+def write(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG | -- OVERRIDES...",
+            help="YAML config of `trl grpo`; with --host verl a file with the command, or overrides.",
+            show_default=False,
+        ),
+    ] = None,
+    heads: Annotated[int, typer.Option("--heads", min=1, help="Number of heads.")] = 8,
+    column: Annotated[
+        str,
+        typer.Option(help="Dataset column with the base policy's successes.", show_default="rollouts of each run"),
+    ] = "",
+    adapter: Annotated[Adapter, typer.Option(help="Adapter of PEFT that is a head.")] = Adapter.lora,
+    virtual_tokens: Annotated[
+        int, typer.Option(min=1, help="Number of trained vectors, of prompt and prefix tuning.")
+    ] = 20,
+    text: Annotated[str | None, typer.Option(help="Text that prompt and prefix tuning start from.")] = None,
+    host: OfRun = Host.trl,
+    out: Annotated[Path, typer.Option(help="Folder for a file per head.")] = Path("heads"),
+    force: Force = False,
+) -> None:
+    """Write a run per head: yours, with an adapter and the method `difficulty_slices`.
+
+    Head 0 trains half of its batches on the hardest prompts, the last head on the easiest. Everything else stays as in
+    your run, the methods included. Each run gets a folder of its own.
+
+    \b
+    TRL, with LoRA, or with vectors before the prompt that start from a text:
+      rl-plugins heads write run.yaml --heads 8 --column base_successes
+      rl-plugins heads write run.yaml --heads 8 --adapter prompt_tuning --text "Let us think."
+      rl-plugins trl grpo --config heads/head_0.yaml
+
+    \b
+    verl, where LoRA is the only adapter:
+      rl-plugins heads write command.txt --host verl --heads 8
+      xargs -a heads/head_0.txt python -m verl.trainer.main_ppo
+
+    docs/heads.md has an example, the rate that prompt tuning needs, and our measurement.
     """
+    from rich.console import Console
+    from rich.table import Table
 
-    count: int
-    column: str = ""
-    adapter: str = "lora"
-    virtual_tokens: int = 20
-    text: str | None = None
+    from rl_plugins.commands.heads.runs import Heads, trl_runs, verl_runs
 
-    def params(self, head: int) -> dict[str, Any]:
-        """Parameters of the method."""
-        return {"heads": self.count, "head": head, **({"column": self.column} if self.column else {})}
-
-
-def write_runs(words: Sequence[str], heads: Heads, host: str, out: Path, force: bool) -> None:
-    """Writes a file per head into `out` and says how to start them.
-
-    Raises:
-        ConfigError: the run cannot be read, another sampler chooses its prompts, the host has no such adapter, or a
-            file exists and `force` is not given.
-    """
-    if heads.adapter == "lora" and (heads.text is not None or heads.virtual_tokens != 20):
+    if adapter == Adapter.lora and (text is not None or virtual_tokens != 20):
         raise ConfigError(
             "--text and --virtual-tokens are for --adapter prompt_tuning and prefix_tuning; LoRA has no virtual "
             "tokens. Leave them out, or give another --adapter."
         )
-    suffix = "txt" if host == "verl" else "yaml"
-    files = [out / f"head_{head}.{suffix}" for head in range(heads.count)]
+    suffix = "txt" if host == Host.verl else "yaml"
+    files = [out / f"head_{head}.{suffix}" for head in range(heads)]
     there = [file for file in files if file.exists()]
     if there and not force:
         raise ConfigError(f"{there[0]} exists. Nothing was written. Give another --out, or --force to replace files.")
-    texts = _verl(words, heads) if host == "verl" else _trl(words, heads)
+    made = Heads(heads, column, adapter.value, virtual_tokens, text)
+    texts = verl_runs(words or [], made) if host == Host.verl else trl_runs(words or [], made)
     out.mkdir(parents=True, exist_ok=True)
-    for file, text in zip(files, texts, strict=True):
-        file.write_text(text, encoding="utf-8")
-    _print(files, heads, host)
+    for file, content in zip(files, texts, strict=True):
+        file.write_text(content, encoding="utf-8")
 
-
-def _trl(words: Sequence[str], heads: Heads) -> list[str]:
-    if len(words) != 1:
-        raise ConfigError(
-            "A run of TRL is given as its config file alone: rl-plugins heads write run.yaml --heads 8. Overrides are "
-            "for --host verl."
-        )
-    config = Path(words[0])
-    given = read_yaml(config, f"The config {config}")
-    if not isinstance(given, dict):
-        raise ConfigError(f"The config {config} holds no `key: value` lines. Give a YAML file with options of TRL.")
-    text = config.read_text(encoding="utf-8")
-    adapter: dict[str, Any] = {"use_peft": True, "adapter": heads.adapter}
-    if heads.adapter != "lora":
-        adapter["num_virtual_tokens"] = heads.virtual_tokens
-        adapter |= {} if heads.text is None else {"adapter_text": heads.text}
-    if heads.adapter == "prefix_tuning":
-        adapter["gradient_checkpointing"] = False
-    texts = []
-    for head in range(heads.count):
-        methods, params = _methods(given.get("methods"), given.get("method_params"), heads, head)
-        values = {"output_dir": f"{given.get('output_dir') or 'out'}/head_{head}", "methods": methods, **adapter}
-        if given.get("run_name"):
-            values["run_name"] = f"{given['run_name']}-head_{head}"
-        if isinstance(given.get("method_params"), dict):
-            values |= {f"method_params.{METHOD}.{name}": value for name, value in params[METHOD].items()}
-        else:
-            values["method_params"] = params
-        texts.append(with_values(text, values))
-    return texts
-
-
-def _verl(words: Sequence[str], heads: Heads) -> list[str]:
-    if heads.adapter != "lora":
-        raise ConfigError(
-            f"--adapter {heads.adapter} is given with --host verl. verl trains LoRA adapters only, and its engines "
-            f"serve no virtual tokens. Give --adapter lora, or train the heads in TRL."
-        )
-    if not words:
-        raise ConfigError(
-            "Give a run of verl as a file or as overrides: rl-plugins heads write command.txt --host verl --heads 8, "
-            "or rl-plugins heads write --host verl --heads 8 -- data.train_batch_size=64 OVERRIDES"
-        )
-    from rl_plugins.verl.config import MODES, compose, plain_values, read_settings
-    from rl_plugins.verl.doctor import read_command
-
-    one_file = len(words) == 1 and "=" not in words[0]
-    overrides = read_command(words_of(Path(words[0])) if one_file else words)
-    config = compose(overrides)
-    settings = read_settings(config)
-    given = ([], {}) if settings is None else (list(settings.methods), dict(settings.method_params))
-    model, trainer = config.actor_rollout_ref.model, config.trainer
-    common: dict[str, Any] = {} if model.lora_rank else {"actor_rollout_ref.model.lora_rank": 32}
-    mode = trainer.v1.trainer_mode
-    if mode not in MODES:
-        common["trainer.v1.trainer_mode"] = next((ours for ours, theirs in MODES.items() if theirs == mode), mode)
-    texts = []
-    for head in range(heads.count):
-        methods, params = _methods(*given, heads, head)
-        values = {
-            **common,
-            "trainer.experiment_name": hydra(f"{plain_values(trainer.experiment_name)}_head_{head}"),
-            "trainer.default_local_dir": hydra(f"{plain_values(trainer.default_local_dir)}/head_{head}"),
-            "+rl_plugins.methods": f"[{','.join(methods)}]",
-            **{f"+rl_plugins.method_params.{METHOD}.{name}": hydra(v) for name, v in params[METHOD].items()},
-        }
-        new = with_overrides(overrides, values)
-        read = read_settings(compose(new))
-        assert read is not None
-        read.stack()
-        texts.append("".join(f"{shlex.quote(word)}\n" for word in new))
-    return texts
-
-
-def _methods(methods: Any, params: Any, heads: Heads, head: int) -> tuple[list[str], dict[str, Any]]:
-    """Names and parameters with those of a head.
-
-    Raises:
-        ConfigError: as of `build_stack`.
-    """
-    names = [name for name in parse_methods(methods) if name not in (METHOD, "econprover")]
-    given = {name: dict(values) for name, values in parse_method_params(params).items()}
-    given[METHOD] = {**given.get(METHOD, {}), **heads.params(head)}
-    build_stack([METHOD, *names], given)
-    return [METHOD, *names], given
-
-
-def _print(files: Sequence[Path], heads: Heads, host: str) -> None:
     console = Console(soft_wrap=False)
     table = Table("Head", "File", "Slice", box=None, pad_edge=False)
     for head, file in enumerate(files):
-        place = "the hardest prompts" if head == 0 else "the easiest prompts" if head == heads.count - 1 else ""
-        table.add_row(str(head), str(file), place if heads.count > 1 else "all prompts")
+        place = "the hardest prompts" if head == 0 else "the easiest prompts" if head == heads - 1 else ""
+        table.add_row(str(head), str(file), place if heads > 1 else "all prompts")
     console.print(table)
     start = f"rl-plugins trl grpo --config {files[0]}"
-    start = f"xargs -a {files[0]} python -m verl.trainer.main_ppo" if host == "verl" else start
+    start = f"xargs -a {files[0]} python -m verl.trainer.main_ppo" if host == Host.verl else start
     print(f"\nStart each head: {start}")
-    if not heads.column:
+    if not column:
         print("Without --column every run sorts prompts by its own rollouts, so the slices of the heads may overlap.")
-    if heads.adapter != "lora" and heads.text is None:
+    if adapter != Adapter.lora and text is None:
         print("Without --text the virtual tokens start at random, which ruins the policy at first.")

@@ -1,4 +1,4 @@
-"""`rl-plugins compare --attribute`: subsets of the methods as variants, and which method brought what."""
+"""Subsets of the methods as variants, and which method brought what."""
 
 from __future__ import annotations
 

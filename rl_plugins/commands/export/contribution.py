@@ -1,6 +1,6 @@
-"""`rl-plugins export`: one of our methods as a contribution to a host, in the host's own form and without this package.
+"""One of our methods as a contribution to a host, in the host's own form and without this package.
 
-Each export is a folder of templates, `rl_plugins/exports/<host>/<method>/`: files that end in `.in` are written at the
+Each export is a folder of templates, `templates/<host>/<method>/`: files that end in `.in` are written at the
 same place below the target, with `@@name@@` replaced; `insertions.json` says what existing files of the host's
 repository get. A template is written once by hand, in the host's style. A test holds it to the method: same numbers on
 the authors' vectors and on random input, and a run on the released host.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,10 @@ from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Method
 from rl_plugins.runtime import registry
 
-FOLDER = Path(__file__).parent / "exports"
+FOLDER = Path(__file__).parent / "templates"
 EVIDENCE = "https://github.com/rl-plugins/rl-plugins/blob/main/docs/evidence.md"
 LINE = 119  # columns of TRL; verl has 120
 VERL = "0.9.1"  # the release the recipes were run on
-NEXT = {
-    "trl": (
-        "Write into a checkout of https://github.com/huggingface/trl, then there: `make precommit`, "
-        "`pytest {tests}`, and a pull request that names the paper."
-    ),
-    "verl": (
-        "Write into a checkout of https://github.com/verl-project/verl-recipe, then there: `pre-commit run`, "
-        "`pytest {tests}`, and a pull request."
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -137,37 +127,3 @@ def _inserted(insertion: Mapping[str, str], source: Path, into: Path, values: Ma
     if place is None:
         return Written(insertion["file"], text, "by hand")
     return Written(insertion["file"], there[: place.start()] + text + there[place.start() :], "extended")
-
-
-def export(method: str, host: str, into: Path, force: bool, dry_run: bool) -> None:
-    """Writes an export and says what is left to do.
-
-    Raises:
-        ConfigError: no such export, or files with another text are there and `force` is not given.
-    """
-    if into.exists() and not into.is_dir():
-        raise ConfigError(f"--into {into} is a file. Give a folder: a checkout of the host, or a new one.")
-    files = plan(method, host, into)
-    changed = [f.path for f in files if f.state == "differs"]
-    if changed and not force and not dry_run:
-        raise ConfigError(
-            f"{into} has {', '.join(changed)} with another text. Nothing was written. Give another --into, or "
-            f"--force to replace them."
-        )
-    for file in files:
-        print(f"{file.state:10} {into / file.path}")
-        if not dry_run and file.state in ("new", "differs", "extended"):
-            (into / file.path).parent.mkdir(parents=True, exist_ok=True)
-            (into / file.path).write_text(file.text, encoding="utf-8")
-    _print_the_rest(files, host, dry_run)
-
-
-def _print_the_rest(files: Sequence[Written], host: str, dry_run: bool) -> None:
-    for file in files:
-        if file.state == "by hand":
-            print(f"\nAdd to {file.path} of the host's repository:\n\n{file.text}")
-    if dry_run:
-        print("Nothing was written (--dry-run).")
-        return
-    tests = next(file.path for file in files if Path(file.path).name.startswith("test_"))
-    print(NEXT[host].format(tests=tests))

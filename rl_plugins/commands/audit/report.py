@@ -1,21 +1,15 @@
-"""`rl-plugins audit`: looks for wrong rewards in the functions and the dataset of a run, before a model is loaded."""
+"""What `rl-plugins audit` prints and writes."""
 
 from __future__ import annotations
 
 import html
 import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.params import resolve_callable
-from rl_plugins.core.rollouts import Run
-from rl_plugins.tools.audit import AuditReport, Finding, Options, preflight
+from rl_plugins.tools.audit import AuditReport, Finding, Options
 from rl_plugins.tools.audit.findings import SEVERITIES
 
 STYLES = {"critical": "bold red", "warn": "yellow", "info": "cyan"}
@@ -35,56 +29,8 @@ ADVICE = {
 }
 
 
-def audit(host: str, words: Sequence[str], out: Path | None, options: Options, renderer: str | None) -> int:
-    """Audits a run and prints what was found.
-
-    Returns:
-        1 if something is critical, else 0.
-
-    Raises:
-        ConfigError: the run cannot be read.
-    """
-    run = _run(host, words)
-    if renderer:
-        options = Options(**{**vars(options), "gold_renderer": resolve_callable(renderer, "gold_renderer")})
-    console = Console()
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed} completions scored"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )
-    with bar:
-        rows = min(run.dataset_size or 0, options.max_rows)
-        task = bar.add_task("reading", total=rows * (1 + options.wrong_answers))
-        found = preflight(run, options, lambda part, n: bar.update(task, advance=n, description=part))
-    report = found.report
-    _print(console, report)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "report.json").write_text(json.dumps(_plain(report, options), indent=2) + "\n", encoding="utf-8")
-        (out / "report.html").write_text(as_html(report, options), encoding="utf-8")
-        console.print(Text(f"Written: {out / 'report.html'} and {out / 'report.json'}"))
-    return int(bool(report.critical))
-
-
-def _run(host: str, words: Sequence[str]) -> Run:
-    if host == "verl":
-        from rl_plugins.verl.offline import run_of_words
-
-        if not words:
-            raise ConfigError("No run is given. Write its overrides: rl-plugins audit --host verl -- OVERRIDES")
-        return run_of_words(words)
-    from rl_plugins.trl.commands.offline import run_of_config
-
-    if not words or words[0].startswith("-"):
-        raise ConfigError("No config is given. Write the YAML file of the run: rl-plugins audit run.yaml")
-    return run_of_config(["--config", *words])
-
-
-def _print(console: Console, report: AuditReport) -> None:
+def print_report(console: Console, report: AuditReport) -> None:
+    """Facts, findings by severity, and the verdict."""
     for name, value in report.facts.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list) else value
         if shown != "":
@@ -115,7 +61,8 @@ def verdict(report: AuditReport) -> str:
     return "No critical finding. An audit cannot prove that a reward is right; it looks where errors usually are."
 
 
-def _plain(report: AuditReport, options: Options) -> dict[str, Any]:
+def plain(report: AuditReport, options: Options) -> dict[str, Any]:
+    """The report as plain data."""
     told = {k: v for k, v in vars(options).items() if not callable(v)}
     return {"verdict": verdict(report), "options": told, **report.plain()}
 

@@ -1,28 +1,23 @@
-"""`rl-plugins fuse`: prints the plan, then writes the fused model into a folder that appears when it is whole."""
+"""Writes a fused model into a folder that appears when it is whole."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 
 from rl_plugins.commands.fuse.folder import FLOATS, ModelFolder, StoredTensor
 from rl_plugins.commands.fuse.plan import FusionPlan
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.tools.fusion import Floats, FusionRule, TensorFusion, delta, spans
+from rl_plugins.tools.fusion import Floats, TensorFusion, delta, spans
 
 
 @dataclasses.dataclass
@@ -31,25 +26,6 @@ class Told:
 
     squares: float = 0.0
     survivors: int = 0
-
-
-def fuse_folders(base: Path, experts: Sequence[str], out: Path, rule: FusionRule, dry_run: bool) -> None:
-    """Fuses model folders and says what was done.
-
-    Raises:
-        ConfigError: folders that do not fit, before anything is written; weights that are not finite, after which
-            nothing is left of the output.
-    """
-    console, plan = Console(), FusionPlan.of(base, experts, out, rule)
-    _print_plan(console, plan)
-    if dry_run:
-        print("Nothing was written (--dry-run).")
-        return
-    bar = Progress(TextColumn("fusing"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console)
-    with bar:
-        task = bar.add_task("fusing", total=plan.writes)
-        told, differing = write(plan, lambda done: bar.advance(task, done))
-    _print_told(console, plan, told, differing)
 
 
 def write(plan: FusionPlan, progress: Callable[[int], None] = lambda _: None) -> tuple[dict[str, Told], list[str]]:
@@ -150,39 +126,3 @@ def _copy(tensor: StoredTensor, new: BinaryIO, progress: Callable[[int], None]) 
 
 def _differs(a: StoredTensor, b: StoredTensor) -> bool:
     return any(a.raw(s.start, s.stop - s.start) != b.raw(s.start, s.stop - s.start) for s in spans(a.length))
-
-
-def _print_plan(console: Console, plan: FusionPlan) -> None:
-    rule, fused = plan.rule, plan.fused
-    rows = [
-        ("base", f"{plan.base.path}"),
-        *((f"expert {expert.name}", str(expert.path)) for expert in plan.experts),
-        ("normalize", "L2 norm of each tensor's delta to the experts' mean" if rule.normalize else "no"),
-        ("dropout", f"keep {rule.keep:g}, seed {rule.seed}" if rule.keep < 1 else "no"),
-        ("select", f"{rule.select_topk:g} of each tensor's elements" if rule.select_topk < 1 else "no"),
-        ("erase", "signs against the majority" if rule.erase else "no"),
-        ("weights", rule.weights),
-        ("fused", f"{len(fused)} tensors, {sum(plan.base.tensors[n].size for n in fused):,} numbers"),
-        ("copied", f"{len(plan.base.tensors) - len(fused)} tensors of integers"),
-        ("tied", ", ".join(f"{a} = {b}" for a, b in plan.base.shared.items()) or "none stored twice"),
-        ("files", ", ".join(path.name for path in plan.copied) or "no config, no tokenizer"),
-        ("left out", ", ".join(plan.skipped) or "nothing"),
-        ("memory", f"{plan.memory / 1e6:,.1f} MB for deltas"),
-        ("writes", f"{plan.out}: {plan.writes / 1e9:,.3f} GB in {len(plan.base.files)} files"),
-    ]
-    table = Table(show_header=False, box=None)
-    for what, value in rows:
-        table.add_row(what, Text(value))
-    console.print(table)
-
-
-def _print_told(console: Console, plan: FusionPlan, told: dict[str, Told], differing: list[str]) -> None:
-    total = sum(plan.base.tensors[name].size for name in plan.fused) or 1
-    table = Table("expert", "L2 norm of its delta", "share of the numbers it changes", box=None)
-    for name, found in told.items():
-        table.add_row(Text(name), f"{math.sqrt(found.squares):.4g}", f"{found.survivors / total:.1%}")
-    console.print(table)
-    if differing:
-        print(f"Warning: {len(differing)} tensors of integers differ between the folders, for example {differing[0]}. "
-              f"The base's were copied.")  # fmt: skip
-    print(f"Written: {plan.out}")

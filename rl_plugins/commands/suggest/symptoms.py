@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rl_plugins.cards.problems import PROBLEMS
-from rl_plugins.commands.run_logs import RunLogs
+from rl_plugins.commands.suggest.run_logs import RunLogs
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,18 @@
-"""`rl-plugins suggest`: from questions, a sentence, or the logs of a run to the methods for its problem."""
+"""From questions, a sentence, or the logs of a run to the methods for its problem, and how that is shown."""
 
 from __future__ import annotations
 
 import difflib
-import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from rl_plugins.cards.catalog import Card, answering, cards
 from rl_plugins.cards.problems import PROBLEMS
 from rl_plugins.cards.usage import usage_of
-from rl_plugins.commands.run_logs import RunLogs, read_logs
-from rl_plugins.commands.symptoms import Sign, not_told, signs_of
+from rl_plugins.commands.suggest.run_logs import RunLogs
+from rl_plugins.commands.suggest.symptoms import Sign, not_told, signs_of
 from rl_plugins.core.errors import ConfigError
 
 MOST = 5  # methods shown per problem
@@ -58,38 +55,13 @@ class Advice:
     not_told: Mapping[str, str] = field(default_factory=dict)
 
 
-def suggest(text: str | None, logs: Path | None, host: str | None, as_json: bool) -> None:
-    """Prints the problems and their methods.
-
-    Raises:
-        ConfigError: a text that names no problem, logs that cannot be read, or nothing given outside of a terminal.
-    """
-    if text is None and logs is None and not in_terminal():
-        raise ConfigError(f'Nothing is given. Say what you see (--for "..."), or give logs (--logs PATH). {known()}')
-    if logs is not None:
-        answer = from_logs(read_logs(logs), host)
-        if text is not None:
-            said = from_text(text, answer.host)
-            answer = replace(answer, suggestions=_joined([*said.suggestions, *answer.suggestions]))
-    elif text is not None:
-        answer = from_text(text, host or "trl")
-    else:
-        answer = _from_questions(host)
-    print(json.dumps(plain(answer), indent=2) if as_json else shown(answer))
-
-
-def _joined(suggestions: Sequence[Suggestion]) -> tuple[Suggestion, ...]:
+def joined(suggestions: Sequence[Suggestion]) -> tuple[Suggestion, ...]:
     """Every problem once, with all that points to it."""
     found: dict[str, Suggestion] = {}
     for s in suggestions:
         before = found.get(s.problem)
         found[s.problem] = replace(s, evidence=before.evidence + s.evidence) if before else s
     return tuple(found.values())
-
-
-def in_terminal() -> bool:
-    """Whether somebody can answer questions."""
-    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def known() -> str:
@@ -142,7 +114,7 @@ def from_logs(logs: RunLogs, host: str | None) -> Advice:
     return Advice(host, found, logs, tuple(s.text for s in signs if not s.holds), not_told(signs))
 
 
-def _from_questions(host: str | None) -> Advice:
+def from_questions(host: str | None) -> Advice:
     import typer
 
     print("What do you see in your run?\n")
