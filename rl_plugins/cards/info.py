@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_plugins.cards.card_file import Paper, card_file
 from rl_plugins.cards.catalog import FIDELITY, Card, card_of, hosts_of, needs_of, preset_text
+from rl_plugins.cards.claims import claim_lines
 from rl_plugins.cards.pairs import conflicts, excluded
 from rl_plugins.cards.problems import PROBLEMS
 from rl_plugins.cards.results import Result, measured_of
@@ -16,7 +17,6 @@ from rl_plugins.cards.usage import Usage, usage_of
 from rl_plugins.core.errors import RLPluginsError
 from rl_plugins.core.method import Bundle, Method
 from rl_plugins.core.params import describe_params
-from rl_plugins.lab.bench.published import claim_lines
 from rl_plugins.runtime import registry
 from rl_plugins.tools import supervised
 
@@ -118,7 +118,9 @@ def _parameters(cls: type[Method]) -> str:
     rows = describe_params(cls.Params)
     if not rows:
         return "None."
-    return "\n".join(_parameter(row, card_file(cls).example_params.get(row["name"])) for row in rows)
+    file = card_file(cls)
+    examples = {**file.examples, **file.example_params}
+    return "\n".join(_parameter(row, examples.get(row["name"])) for row in rows)
 
 
 def _parameter(row: Mapping[str, str], example: Any) -> str:

@@ -20,19 +20,23 @@ from rl_plugins.runtime import registry
 
 Verdict = Literal["better", "worse", "no significant difference", "no interval"]
 Direction = Literal["higher", "lower"]
+ALPHA = 0.05  # level of all intervals and tests
 
 
-def verdict_of(low: float | None, high: float | None, better: Direction, none: float = 0.0) -> Verdict:
+def verdict_of(
+    low: float | None, high: float | None, better: Direction, none: float = 0.0, p: float | None = None
+) -> Verdict:
     """What a 95 % interval says of a method. Every verdict that we show comes from here.
 
     Args:
         low, high: the ends of the interval of the difference to the baseline; None where there is none.
         better: the direction in which the method is the better one.
         none: the value that means no difference: 0 of a difference, 1 of a ratio.
+        p: p-value of the test, corrected for the number of comparisons made together; None: there was one.
     """
     if low is None or high is None:
         return "no interval"
-    if low <= none <= high:
+    if low <= none <= high or (p is not None and p >= ALPHA):
         return "no significant difference"
     return "better" if (low > none) == (better == "higher") else "worse"
 
@@ -51,6 +55,7 @@ class Result:
         value, other: of the method and of the baseline: the mean, and the half-width of its 95 % interval if known.
         paired: the interval is that of differences paired by seed, not of two independent means.
         unit: of all figures: "" for shares and rewards, "%", "points".
+        p: p-value corrected for the number of comparisons made together, as the bench has it; None: there was one.
         seeds: number of seeds.
         budget: what is equal in both: "steps", "rollouts".
         note: what figures do not say.
@@ -70,6 +75,7 @@ class Result:
     other: Sequence[float] = ()
     paired: bool = False
     unit: str = ""
+    p: float | None = None
     seeds: int = 0
     budget: str = ""
     note: str = ""
@@ -84,8 +90,8 @@ class Result:
 
     @property
     def verdict(self) -> Verdict:
-        """By the 95 % interval."""
-        return verdict_of(self.low, self.high, self.better, self.none)
+        """By the 95 % interval, and by `p` where several comparisons were made together."""
+        return verdict_of(self.low, self.high, self.better, self.none, self.p)
 
     @property
     def numbers(self) -> str:

@@ -8,6 +8,6 @@ runs.py       trains what is missing, several processes at a time
 results.py    the raw results, a Parquet file that anyone can rerun and compare
 verdicts.py   differences, intervals, and what becomes of a claim
 combine.py    Shapley values of methods together, and the search for the best stack
-summary.py    what the package carries of the results, and ours.py reads
+summary.py    what the package carries of the results, and published.py reads
 page.py       docs/bench.md and its figures
 """

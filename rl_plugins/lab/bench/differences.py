@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from rl_plugins.cards.claims import numbers
+from rl_plugins.cards.results import ALPHA
 from rl_plugins.lab.bench.claims import LOOKS
-from rl_plugins.lab.bench.published import numbers
 from rl_plugins.lab.bench.results import SEARCH_FROM, Point, Results
 from rl_plugins.lab.bench.tasks import METRICS
 
-ALPHA = 0.05
 LAST = 0.25
 TOTALS = ("tokens", "rows")  # metrics that are costs themselves: read at the end
 
@@ -34,7 +34,8 @@ class Difference:
         mean, low, high: of the paired difference; NaN with fewer than two seeds.
         value, other: means of both variants.
         seeds: number of pairs.
-        above, below: one-sided p-values, times the number of looks, of "not above zero" and of "at least `least`".
+        above, below, negative: one-sided p-values, times the number of looks, of "not above zero", "at least `least`"
+            and "not below zero".
     """
 
     mean: float

@@ -1,13 +1,14 @@
-"""The page of a method on the bench, for the site: what became of a method's claims, its curves, its costs, and how to rerun it."""
+"""The page of a method on the site: what became of its claims, its curves, its costs, and how to rerun it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from rl_plugins.cards.claims import numbers, outcomes_of
 from rl_plugins.lab.bench.claims import claims_of
 from rl_plugins.lab.bench.page import CLAIM_HEAD, SIGN, claim_row
-from rl_plugins.lab.bench.published import COSTS, numbers, ours, place_of, verdicts_of
+from rl_plugins.lab.bench.published import COSTS, place_of, published
 from rl_plugins.lab.bench.tasks import TASKS
 
 
@@ -17,7 +18,7 @@ def method_page(method: str, does: str) -> str:
     Args:
         does: what the method does, a line of its card.
     """
-    claims = [c for c in verdicts_of(method) if c["verdict"] != "not tested"]
+    claims = [c for c in outcomes_of(method) if c["verdict"] != "not tested"]
     lines = [
         f"# `{method}` on the bench",
         "",
@@ -36,7 +37,7 @@ def method_page(method: str, does: str) -> str:
         *(f"| {c['says']} | {claim_row(c)}" for c in claims),
         "",
     ]
-    untested = [c for c in verdicts_of(method) if c["verdict"] == "not tested"]
+    untested = [c for c in outcomes_of(method) if c["verdict"] == "not tested"]
     if untested:
         lines += ["Not tested:", "", *(f"- {c['says']} {c['untested']}" for c in untested), ""]
     return "\n".join([*lines, *_places(method), *_rerun(method)])
@@ -47,7 +48,7 @@ def _places(method: str) -> list[str]:
     found = [(variant, task, p) for variant in variants for task in TASKS if (p := place_of(variant, task))]
     if not found:
         return []
-    costs = {(c["variant"], c["task"]): c for c in ours()["costs"]}
+    costs = {(c["variant"], c["task"]): c for c in published()["costs"]}
     lines = [
         "## In each task",
         "",

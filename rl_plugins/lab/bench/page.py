@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from rl_plugins.cards.claims import numbers
 from rl_plugins.lab.bench.claims import DECIDED
-from rl_plugins.lab.bench.published import COSTS, methods_run, numbers, ours, tasks_run
+from rl_plugins.lab.bench.published import COSTS, methods_run, published, tasks_run
 from rl_plugins.lab.bench.tasks import METRICS, TASKS
 
 SIGN = {"better": "+", "worse": "−", "no significant difference": "·", "failed": "x"}
@@ -15,7 +16,7 @@ SIGN = {"better": "+", "worse": "−", "no significant difference": "·", "faile
 
 def results() -> str:
     """What docs/bench.md shows on the site, after what it says of tasks and verdicts."""
-    told = ours()
+    told = published()
     parts = []
     if told["matrix"]:
         parts += [_matrix(told), _claims(told), _together(told), _hosts(told), _costs(told)]
@@ -74,7 +75,7 @@ def _claims(told: Mapping[str, Any]) -> str:
 
 def headline() -> str:
     """What README says of the bench, with links from the root of the repository."""
-    told = ours()
+    told = published()
     of = {v: [c for c in told["claims"] if c["verdict"] == v] for v in ("confirmed", "refuted", "undecided")}
     run = sum(map(len, of.values()))
     told_apart = "; ".join(

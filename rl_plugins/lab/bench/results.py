@@ -9,7 +9,6 @@ evaluation before.
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import math
 import os
@@ -26,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.lab.bench.tasks import COST_UNITS, METRICS, TASKS
+from rl_plugins.lab.bench.tasks import COST_UNITS, METRICS, TASKS, fingerprint_of
 from rl_plugins.lab.bench.variants import BenchVariant
 from rl_plugins.lab.compare.costs import Course
 
@@ -69,8 +68,7 @@ Point = tuple[Mapping[str, float], float]
 def variant_fingerprint(label: str) -> str:
     """Changes with the options and parameters of a variant."""
     variant = BenchVariant.of(label)
-    told = [variant.label, variant.methods, dict(variant.options), {k: dict(v) for k, v in variant.params.items()}]
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    return fingerprint_of(variant.label, variant.methods, variant.options, variant.params)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rl_plugins.lab.bench.claims import PaperClaim
+from rl_plugins.cards.claims import PaperClaim
 from rl_plugins.lab.bench.differences import Difference, difference
 from rl_plugins.lab.bench.results import SEARCH_FROM, Results
 from rl_plugins.lab.bench.runs import Waiting

@@ -1,20 +1,27 @@
-"""From the raw results to the summary that the package carries (`ours.json`)."""
+"""From the raw results to what the package carries: `published.json`, and claims and results on the cards."""
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rl_plugins.cards.claims import with_verdict
+from rl_plugins.cards.results import Direction, Result, verdict_of
 from rl_plugins.lab.bench.claims import LOOKS, claims
 from rl_plugins.lab.bench.combine import attributions, stacks
 from rl_plugins.lab.bench.differences import Difference
 from rl_plugins.lab.bench.published import COSTS
 from rl_plugins.lab.bench.results import SEARCH_FROM, Results
-from rl_plugins.lab.bench.verdicts import ClaimResult, decide, failure, matrix
+from rl_plugins.lab.bench.tasks import METRICS
+from rl_plugins.lab.bench.verdicts import ClaimResult, Stage, decide, failure, matrix
 from rl_plugins.lab.bench.verl_runs import agreement
+from rl_plugins.runtime import registry
 
 
 def summary(results: Results, in_verl: Results | None = None) -> dict[str, Any]:
@@ -48,6 +55,25 @@ def summary(results: Results, in_verl: Results | None = None) -> dict[str, Any]:
     }
 
 
+def write(package: Path, results: Results, in_verl: Results | None = None) -> dict[str, Any]:
+    """Writes what the package carries, and returns the summary.
+
+    Args:
+        package: the folder `rl_plugins` of a checkout.
+        in_verl: results of the sample in verl.
+    """
+    told = summary(results, in_verl)
+    claims = [{k: v for k, v in claim.items() if k != "verdict"} for claim in told["claims"]]
+    default = {f.name: f.default for f in fields(Result)}
+    of = [{k: v for k, v in asdict(r).items() if v != default[k]} for r in records(results)]
+    rest = {k: v for k, v in told.items() if k != "claims"}
+    (package / "lab" / "bench" / "published.json").write_text(json.dumps(rest, indent=1) + "\n")
+    for place, rows in ((Path("claims.json"), claims), (Path("records", "bench.json"), of)):
+        text = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+        (package / "cards" / place).write_text(f"[\n{text}\n]\n", encoding="utf-8")
+    return told
+
+
 def variants_of(results: Results) -> list[str]:
     """All variants but plain GRPO, in the order of their names."""
     return sorted({variant for _, variant, seed in results.runs if variant != "grpo" and seed < SEARCH_FROM})
@@ -65,12 +91,93 @@ def costs(results: Results, task: str, variant: str, than: str = "grpo") -> dict
     return {name: round(float(np.nanmean(of)), 3) for name, of in ratios.items() if of and not np.isnan(of).all()}
 
 
-def _claim(decided: ClaimResult) -> dict[str, Any]:
+def _claim(decided: ClaimResult) -> Mapping[str, Any]:
     told = {k: v for k, v in asdict(decided.claim).items() if v != ""}
-    told |= {"verdict": decided.verdict, **_numbers(decided.found)}
+    told |= _numbers(decided.found) | _ps(decided.stage)
     if decided.tuned:
-        told |= {"lost": decided.lost, "tuned": decided.tuned, "again": _numbers(decided.again)}
-    return {**told, "error": decided.error} if decided.error else told
+        told |= {"lost": decided.lost, "tuned": decided.tuned, "again": {}}
+        if decided.again:
+            told["again"] = _numbers(decided.again.found) | _ps(decided.again)
+    return with_verdict({**told, "error": decided.error} if decided.error else told)
+
+
+def _ps(stage: Stage | None) -> dict[str, float]:
+    return {"above": _p(stage.above), "below": _p(stage.below)} if stage else {}
+
+
+def _p(p: float) -> float:
+    return float(f"{p:.3g}")
+
+
+def records(results: Results) -> list[Result]:
+    """Results for the cards: claims that were run, and the task `neutral`, where nothing asks for the method."""
+    asked = claims()
+    run = [decided for decided in decide(results, asked) if decided.stage]
+    found = [_of_claim(decided, len(run)) for decided in run]
+    of = {decided.claim.method for decided in run}
+    every = matrix(results, variants_of(results))
+    why = f"among {len(every)} comparisons"
+    for method in registry.all_names():
+        place = every.get((method, "neutral"))
+        if place and place.found and place.found.seeds >= LOOKS[0]:
+            d, own = place.found, method in of
+            page = (f"bench/{method}.md", "in-each-task") if own else ("bench.md", "methods-by-tasks")
+            what = "right answers on held-out prompts (share), `neutral`, where nothing asks for the method"
+            found.append(_record(method, what, "higher", "grpo", d, place.p, "steps", why, *page))
+    return found
+
+
+def _of_claim(decided: ClaimResult, among: int) -> Result:
+    claim = decided.claim
+    assert decided.found
+    what = f"{METRICS[claim.metric][1]}, `{claim.task}`" + (f" (`{claim.variant}`)" if claim.variant else "")
+    page = (f"bench/{claim.method}.md", "claims")
+    why = f"with a searched learning rate of {decided.lost}" if decided.again else f"among {among} claims"
+    return _record(claim.method, what, claim.better, claim.than, decided.found, decided.p, claim.budget, why, *page)
+
+
+def _record(
+    method: str,
+    what: str,
+    better: Direction,
+    than: str,
+    d: Difference,
+    p: float | None,
+    budget: str,
+    why: str,
+    page: str,
+    where: str,
+) -> Result:
+    """A difference as a result: in the unit of the metric, not turned to the better direction.
+
+    Args:
+        why: it is not significant where its interval says it is.
+    """
+    low, high = (d.low, d.high) if better == "higher" else (-d.high, -d.low)
+    mean = d.mean if better == "higher" else -d.mean
+    verdict = verdict_of(low, high, better, p=p)
+    corrected = verdict == "no significant difference" and not low <= 0 <= high
+    digits = 3 if max(abs(low), abs(high)) < 10 else 0
+    if verdict_of(round(low, digits), round(high, digits), better, p=p) != verdict:
+        digits += 2
+    return Result(
+        method,
+        what,
+        better,
+        than,
+        mean=round(mean, digits),
+        low=round(low, digits),
+        high=round(high, digits),
+        value=(round(d.value, digits),),
+        other=(round(d.other, digits),),
+        paired=True,
+        p=None if p is None else _p(p),
+        seeds=d.seeds,
+        budget=budget.replace("_", " "),
+        note=f"{d.seeds} seeds" + (f", not significant {why}" if corrected else ""),
+        page=page,
+        where=where,
+    )
 
 
 def _numbers(found: Difference | None) -> dict[str, Any]:

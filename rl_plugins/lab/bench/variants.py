@@ -71,9 +71,9 @@ class BenchVariant:
         if other := sorted(set(told) - set(parts)):
             raise ConfigError(f"{other[0]!r} has parameters in the variant {label!r}, but is no method of it.")
         params = {
-            method: given
+            method: values
             for method in parts
-            if (given := {**card_file(method).bench.get("params", {}), **told.get(method, {})})
+            if (values := {**card_file(method).bench.get("params", {}), **told.get(method, {})})
         }
         registry.select(methods, params)
         return cls(label, methods, options, params)

@@ -13,14 +13,24 @@ from typing import Literal
 
 from scipy import stats
 
+from rl_plugins.cards.claims import ClaimVerdict, PaperClaim, claim_verdict
+from rl_plugins.cards.results import Verdict, verdict_of
 from rl_plugins.lab.bench import search
-from rl_plugins.lab.bench.claims import DECIDED, LOOKS, PaperClaim
-from rl_plugins.lab.bench.differences import ALPHA, Difference, difference
+from rl_plugins.lab.bench.claims import DECIDED, LOOKS
+from rl_plugins.lab.bench.differences import Difference, difference
 from rl_plugins.lab.bench.results import Results
 from rl_plugins.lab.bench.tasks import TASKS
 
-Verdict = Literal["confirmed", "refuted", "undecided", "not run", "failed", "not tested"]
-Mark = Literal["better", "worse", "no significant difference", "failed", "not run"]
+Mark = Verdict | Literal["failed", "not run"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A difference of a claim, and its p-values corrected for the number of claims, see :class:`Difference`."""
+
+    found: Difference
+    above: float
+    below: float
 
 
 @dataclass(frozen=True)
@@ -28,19 +38,40 @@ class ClaimResult:
     """A claim and what became of it.
 
     Attributes:
-        found: the difference at the learning rate of the task.
+        stage: the runs at the learning rate of the task; None with too few.
+        few: the difference where there are too few runs for a verdict.
+        error: the error of the runs, where all failed.
         lost: the variant that lost, where the claim is decided by that difference; else empty.
         tuned: that variant at the learning rate that was best for it; empty if it was not searched.
-        again: the difference with `tuned`; None where it was not searched, or the task's learning rate was best.
+        again: the runs with `tuned`; None where it was not searched, or the task's learning rate was best.
     """
 
     claim: PaperClaim
-    verdict: Verdict
-    found: Difference | None = None
+    stage: Stage | None = None
+    few: Difference | None = None
     error: str = ""
     lost: str = ""
     tuned: str = ""
-    again: Difference | None = None
+    again: Stage | None = None
+
+    @property
+    def found(self) -> Difference | None:
+        """The difference at the learning rate of the task."""
+        return self.stage.found if self.stage else self.few
+
+    @property
+    def stages(self) -> list[Stage]:
+        return [stage for stage in (self.stage, self.again) if stage]
+
+    @property
+    def verdict(self) -> ClaimVerdict:
+        return claim_verdict([(s.above, s.below) for s in self.stages], self.error, self.claim.untested)
+
+    @property
+    def p(self) -> float:
+        """Two-sided p-value of the test that decides on this side of zero, corrected; the larger one of two stages."""
+        above = self.stages[0].found.mean > 0
+        return min(1.0, 2 * max(s.above if above else s.below for s in self.stages))
 
 
 def adjusted(ps: Iterable[float]) -> list[float]:
@@ -50,43 +81,44 @@ def adjusted(ps: Iterable[float]) -> list[float]:
 
 
 def decide(results: Results, asked: Sequence[PaperClaim]) -> list[ClaimResult]:
-    """The verdict of every claim, corrected for their number."""
+    """What became of every claim, corrected for their number."""
     found = [
         difference(results, c.task, c.label, c.than, c.metric, c.better, c.budget, c.least) if c.task else None
         for c in asked
     ]
-    verdicts = _verdicts(found)
+    first = _stages(found)
     lost: dict[int, str] = {}
     tuned: dict[int, str] = {}
     again: dict[int, Difference] = {}
-    for i, verdict in verdicts.items():
+    for i, stage in first.items():
+        claim, verdict = asked[i], claim_verdict([(stage.above, stage.below)])
         if verdict in DECIDED:
-            claim = asked[i]
             lost[i] = claim.label if verdict == "refuted" else claim.than
             best = search.best(results, claim, lost[i])
             if best == lost[i]:
                 tuned[i] = best
             elif best and (d := search.again(results, claim, lost[i], best)) and d.seeds >= LOOKS[0]:
                 tuned[i], again[i] = best, d
-    then = _verdicts([again.get(i, d) for i, d in enumerate(found)])
-    out = []
-    for i, claim in enumerate(asked):
-        error = failure(results, claim.task, claim.label)
-        verdict = verdicts.get(i, "not tested" if claim.untested else "failed" if error else "not run")
-        if i in again and then[i] != verdict:
-            verdict = "undecided"
-        out.append(ClaimResult(claim, verdict, found[i], error, lost.get(i, ""), tuned.get(i, ""), again.get(i)))
-    return out
+    then = _stages([again.get(i, d) for i, d in enumerate(found)])
+    return [
+        ClaimResult(
+            claim,
+            first.get(i),
+            None if i in first else found[i],
+            failure(results, claim.task, claim.label),
+            lost.get(i, ""),
+            tuned.get(i, ""),
+            then[i] if i in again else None,
+        )
+        for i, claim in enumerate(asked)
+    ]
 
 
-def _verdicts(found: Sequence[Difference | None]) -> dict[int, Verdict]:
-    """Index -> verdict, of those that were run with enough seeds."""
+def _stages(found: Sequence[Difference | None]) -> dict[int, Stage]:
+    """Index -> corrected p-values, of those that were run with enough seeds."""
     run = {i: d for i, d in enumerate(found) if d is not None and d.seeds >= LOOKS[0]}
-    yes, no = adjusted(d.above for d in run.values()), adjusted(d.below for d in run.values())
-    return {
-        i: "refuted" if q_no < ALPHA / 2 else "confirmed" if q_yes < ALPHA / 2 else "undecided"
-        for i, q_yes, q_no in zip(run, yes, no, strict=True)
-    }
+    ps = [adjusted(getattr(d, name) for d in run.values()) for name in ("above", "below")]
+    return {i: Stage(d, *p) for (i, d), *p in zip(run.items(), *ps, strict=True)}
 
 
 def failure(results: Results, task: str, variant: str) -> str:
@@ -97,10 +129,14 @@ def failure(results: Results, task: str, variant: str) -> str:
 
 @dataclass(frozen=True)
 class MatrixPlace:
-    """One place of the matrix: a variant in a task against GRPO, in the metric of the task at equal steps."""
+    """One place of the matrix: a variant in a task against GRPO, in the metric of the task at equal steps.
+
+    `p` is two-sided and corrected for the number of places.
+    """
 
     mark: Mark
     found: Difference | None = None
+    p: float | None = None
 
 
 def matrix(results: Results, variants: Sequence[str], than: str = "grpo") -> dict[tuple[str, str], MatrixPlace]:
@@ -115,8 +151,7 @@ def matrix(results: Results, variants: Sequence[str], than: str = "grpo") -> dic
                 found[variant, task.name] = d
     two_sided = adjusted(min(2 * min(d.above, d.negative), 1.0) for d in found.values())
     for (key, d), q in zip(found.items(), two_sided, strict=True):
-        mark: Mark = (
-            "no significant difference" if q >= ALPHA or d.seeds < LOOKS[0] else "better" if d.mean > 0 else "worse"
-        )
-        out[key] = MatrixPlace(mark, d)
+        few = d.seeds < LOOKS[0]
+        mark: Mark = "no significant difference" if few else verdict_of(d.low, d.high, "higher", p=q)
+        out[key] = MatrixPlace(mark, d, q)
     return out
