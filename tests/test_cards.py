@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
-import functools
+import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import get_args, get_origin, get_type_hints
 
 import pytest
 
+from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.problems import PROBLEMS
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Bundle
-from rl_plugins.core.params import describe_params, parse_value
+from rl_plugins.core.params import describe_params, parse_value, resolve_callable
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.stack import build_stack
-from rl_plugins.tools.supervised import LOSSES, card_of
 
-ROOT = Path(__file__).parents[1]
 BUILT_IN = [n for n in registry.all_names() if any(o.where.startswith("rl_plugins.") for o in registry.origins_of(n))]
-# What a second method must be told beside one that makes rounds, as its sentence in `goes_with` says.
-TOLD = {"xrpo_seeds": {"second_round": False}}
 
 
 def card(name):
@@ -32,17 +28,6 @@ def card(name):
 
 def parts(name):
     return list(card(name).parts) if isinstance(card(name), Bundle) else [name]
-
-
-@functools.cache
-def sections():
-    """Anchor, as GitHub makes it of a heading -> text of each section of docs/evidence.md."""
-    text = (ROOT / "docs" / "evidence.md").read_text()
-    found = {}
-    for section in re.split(r"^#+ ", text, flags=re.M)[1:]:
-        heading, _, rest = section.partition("\n")
-        found[re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")] = heading + rest
-    return found
 
 
 # ---- for a reader who chooses
@@ -66,76 +51,21 @@ def test_every_problem_has_an_answer():
 
 @pytest.mark.parametrize("name", [n for n in BUILT_IN if not isinstance(card(n), Bundle)])
 def test_cost_is_said_in_rollouts_or_calls(name):
-    assert re.search(r"rollout|generation|token|call", card(name).cost), card(name).cost
-    assert len(card(name).cost.split()) >= 4
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_what_we_measured_stands_in_the_evidence(name):
-    """Each number of a card is in the section that it links to."""
-    for result in card(name).measured:
-        assert result.verdict in ("better", "worse", "no significant difference")
-        assert result.where in sections(), result
-        known = re.sub(r"[\s,]+", " ", sections()[result.where]).replace("−", "-")
-        for figure in re.findall(r"\d*\.\d+|\d+", re.sub(r"[\s,]+", " ", result.numbers)):
-            assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d]|\.\d)", known), (figure, result)
-
-
-NUMBER = r"([+-]?\d*\.?\d+)(?: %)?"
-TWO = re.compile(rf"{NUMBER} ± {NUMBER}(?: [^±;,]*?)? against {NUMBER}(?: ± {NUMBER})?")
-# A method's numbers relative to 1, or to 100 %.
-RELATIVE = re.compile(r"relative to|of the unlimited loop's|times plain batches")
-
-
-def told_apart(claim, numbers):
-    """Whether an interval of 95 % in the numbers of a card tells a method from its comparison; None without one.
-
-    Two means with intervals of their own are told apart if they differ by more than the root of the sum of the squares
-    of their half-widths, and a difference, or a ratio, if its interval leaves out 0, or 1.
-    """
-    if found := re.search(rf"paired(?: difference)? {NUMBER} ± {NUMBER}", numbers):
-        return abs(float(found[1])) > float(found[2])
-    if found := re.match(rf"{NUMBER} \({NUMBER} to {NUMBER}\) times", numbers):
-        return not float(found[2]) <= 1 <= float(found[3])
-    if found := TWO.match(numbers):
-        a, half, b, other = (float(x or 0) for x in found.groups())
-        return abs(a - b) > (half**2 + other**2) ** 0.5
-    if found := re.search(r"\+(\d*\.\d+) ± (\d*\.\d+)$", numbers):
-        return float(found[1]) > float(found[2])
-    if found := re.match(rf"{NUMBER} ± {NUMBER}", numbers):
-        if RELATIVE.search(f"{claim} {numbers}"):
-            return abs(float(found[1]) - (100 if "%" in numbers else 1)) > float(found[2])
-        if "minus" in claim or "against" in claim or "points" in numbers or numbers[0] in "+-":
-            return abs(float(found[1])) > float(found[2])
-    return None
-
-
-def test_a_verdict_is_that_of_the_interval():
-    """Of the cards of methods and of supervised losses."""
-    found = {(name, result) for name in BUILT_IN for result in card(name).measured}
-    found |= {(name, result) for name in LOSSES for result in card_of(name).measured}
-    wrong, checked = [], 0
-    for name, result in sorted(found, key=lambda pair: (pair[0], pair[1].claim)):
-        apart = told_apart(result.claim, result.numbers)
-        checked += apart is not None
-        if apart is not None and apart == (result.verdict == "no significant difference"):
-            wrong.append(f"{name}: {result.claim}: {result.verdict}, {result.numbers}")
-    assert not wrong, "\n".join(wrong)
-    assert checked > 0.75 * len(found), "most numbers have an interval, and the test reads it"
-    assert told_apart("x", "28.2 ± 0.6 against 18.5 ± 0.6 (none)") and not told_apart("x", "1 ± 0.3 against 1.2 ± 0.3")
-    assert told_apart("x, minus GRPO", "+0.02 ± 0.01") and not told_apart("x, minus GRPO", "-0.01 ± 0.02")
+    assert re.search(r"rollout|generation|token|call", card_file(name).cost), card_file(name).cost
+    assert len(card_file(name).cost.split()) >= 4
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_methods_that_go_with_it_can_be_named_together(name):
-    for other, why in card(name).goes_with.items():
+    for other, why in card_file(name).goes_with.items():
         assert other in BUILT_IN and other not in parts(name)
         assert why.endswith(".") and len(why) > 20
         names = [name, other]
-        params = {p: dict(card(p).example_params) for n in names for p in parts(n) if card(p).example_params}
+        params = {p: dict(card_file(p).example_params) for n in names for p in parts(n) if card_file(p).example_params}
         for n in names:
-            if n in TOLD and "second_round: false" in why:
-                params[n] = {**params.get(n, {}), **TOLD[n]}
+            told = {k: v for k, v in card_file(n).goes_with_params.items() if f"`{k}: {json.dumps(v)}`" in why}
+            if told:
+                params[n] = {**params.get(n, {}), **told}
         build_stack(names, params or None)
 
 
@@ -146,10 +76,12 @@ METHODS = [n for n in BUILT_IN if not isinstance(card(n), Bundle)]
 
 
 def fields(name):
-    """Name, type and help of every parameter."""
+    """Name, type, and help with its example, of every parameter."""
     params = card(name).Params
     hints = get_type_hints(params)
-    return [(f.name, hints[f.name], f.metadata["help"]) for f in dataclasses.fields(params)]
+    return [
+        (f.name, hints[f.name], f"{f.metadata['help']} {f.metadata['example']}") for f in dataclasses.fields(params)
+    ]
 
 
 def kinds(hint):
@@ -163,8 +95,12 @@ def test_every_object_parameter_has_an_example(name):
         nested = get_origin(hint) is tuple and get_origin(get_args(hint)[0]) is tuple
         path = parameter in ("adapter", "embeddings", "library") or parameter.endswith("_url")
         if nested or path or kinds(hint) & {Callable, collections.abc.Callable}:
-            shown = parameter in card(name).example_params
-            assert shown or re.search(r"for example |http://", text), (name, parameter, text)
+            shown = parameter in {**card_file(name).example_params, **card_file(name).examples}
+            assert shown or re.search(r"for example |http://|rl_plugins\.[\w.]+:", text), (name, parameter, text)
+    for parameter, example in card_file(name).examples.items():
+        assert parameter in {known for known, _, _ in fields(name)}
+        if example.startswith("rl_plugins."):
+            resolve_callable(example, parameter)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -189,7 +125,7 @@ def test_conditions_name_only_values_that_are_allowed():
 
 
 def test_columns_that_the_program_of_a_method_writes_are_not_asked_of_the_dataset():
-    method = build_stack(["turn_control"], {"turn_control": dict(card("turn_control").example_params)}).methods[0]
+    method = build_stack(["turn_control"], {"turn_control": dict(card_file("turn_control").example_params)}).methods[0]
     assert {"column:turns", "column:stop_reason", "column:extended"} <= method.needs
     assert not any(signal.startswith("column:") for signal in card("turn_control").needs)
 
@@ -199,7 +135,7 @@ def test_columns_that_the_program_of_a_method_writes_are_not_asked_of_the_datase
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_host_options_of_the_paper_do_not_contradict_those_that_the_method_sets(name):
-    settings, sets = card(name).paper_settings, getattr(card(name), "host_options", {})
+    settings, sets = card_file(name).paper_settings, getattr(card(name), "host_options", {})
     assert set(settings) <= {"trl", "verl", "diffusion"} and set(settings) <= set(hosts_of_all(name))
     for host in settings:
         assert settings[host], name
@@ -218,7 +154,7 @@ def test_the_diffusion_trainer_takes_the_host_options_of_the_papers():
     from rl_plugins.diffusion import DiffusionConfig
 
     for name in BUILT_IN:
-        options = card(name).paper_settings.get("diffusion", {})
+        options = card_file(name).paper_settings.get("diffusion", {})
         given = DiffusionConfig(**options)
         assert {k: getattr(given, k) for k in options} == dict(options), name
 
@@ -227,7 +163,7 @@ def test_trl_takes_the_host_options_of_the_papers(tmp_path):
     trl = pytest.importorskip("trl")
     known = {f.name for f in dataclasses.fields(trl.GRPOConfig)}
     for name in BUILT_IN:
-        options = card(name).paper_settings.get("trl", {})
+        options = card_file(name).paper_settings.get("trl", {})
         assert not set(options) - known, name
         rows = options.get("num_generations", 8)
         room = {} if "generation_batch_size" in options else {"per_device_train_batch_size": rows}
@@ -243,6 +179,6 @@ def test_verl_has_the_host_options_of_the_papers():
 
     config = compose([])
     for name in BUILT_IN:
-        for key in card(name).paper_settings.get("verl", {}):
+        for key in card_file(name).paper_settings.get("verl", {}):
             folder, _, last = key.rpartition(".")
             assert last in OmegaConf.select(config, folder), (name, key)

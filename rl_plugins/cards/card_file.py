@@ -9,6 +9,7 @@ paper                   a table (arxiv, title, authors, year, code), or the name
 goes_with               method -> why the two make sense together
 goes_with_params        values that parameters of this method need in the pairs whose sentence names them: `name: value`
 example_params          an example of each parameter that must be given, a judge for example
+examples                as text, an example of other parameters whose value is not obvious: a function, a file
 paper_settings          host -> options of the paper's main experiment, for a config to copy; never applied by us
 demo, bench             what `rl-plugins demo` and `bench` set so that the method has something to act on
 claims                  what the paper says of it, as differences that the bench measures
@@ -82,6 +83,7 @@ class CardFile:
     goes_with: Mapping[str, str] = field(default_factory=dict)
     goes_with_params: Mapping[str, Any] = field(default_factory=dict)
     example_params: Mapping[str, Any] = field(default_factory=dict)
+    examples: Mapping[str, str] = field(default_factory=dict)
     paper_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     demo: Mapping[str, Any] = field(default_factory=dict)
     bench: Mapping[str, Any] = field(default_factory=dict)
@@ -119,7 +121,9 @@ def _read(place: Path, name: str) -> CardFile:
             f"The card {place} has `{unknown[0]}`, which is no field of a card.{did_you_mean(unknown[0], known)} "
             f"The fields are: {', '.join(sorted(known))}."
         )
-    values: dict[str, Any] = {key: " ".join(value.split()) if isinstance(value, str) else value for key, value in given.items()}
+    values: dict[str, Any] = {
+        key: " ".join(value.split()) if isinstance(value, str) else value for key, value in given.items()
+    }
     if isinstance(values.get("paper"), str):
         shared = card_file(values["paper"])
         values["paper"] = shared.paper

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rl_plugins.cards import info
+from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.listing import print_list
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime.stack import build_stack
@@ -50,5 +51,6 @@ def test_every_loss_has_a_card_and_a_way_to_start():
     for name in supervised.LOSSES:
         card = supervised.card_of(name)
         assert card.name == name and set(card.start) == {"TRL", "verl"}
-        assert all((card.does, card.about, card.use_when, card.avoid_when, card.cost, card.disagreements))
+        file = card_file(name)
+        assert all((card.does, card.about, file.use_when, file.avoid_when, file.cost, file.disagreements, file.paper))
     assert supervised.not_a_method("vade") == ""
