@@ -17,8 +17,7 @@ from rl_plugins.methods.scope.steps import tokens_before
 class AdhintRollouts(Method):
     """Begins some rollouts of a prompt with a hint: a part of a reference solution, the longer the harder it is.
 
-    Reconstruction: only the abstract and a note about the paper could be read. The linear ratio with noise is from
-    there; the number of hinted rollouts, w_min, w_max, the noise and the meaning of difficulty are ours.
+    Reconstruction: the linear ratio with noise is from a note about the paper, the rest of the rule is ours.
 
     Per prompt with n rollouts, m = floor(hinted_share n) of them hinted:
 
@@ -35,8 +34,7 @@ class AdhintRollouts(Method):
     least one token is left for the policy. A prefix of the plan stands before the hint. Evaluation has no hints.
 
     Raises:
-        ConfigError: w_min above w_max; no such column.
-        MethodError: a reference that is neither a text nor token ids.
+        ConfigError, MethodError: w_min above w_max; no such column; a reference that is neither text nor token ids.
 
     Source: arXiv 2512.13095, abstract; the ratio as a third party reports it.
     """

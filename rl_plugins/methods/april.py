@@ -41,11 +41,8 @@ class April(Method):
     Symbols: tokens (tokens,) flat, over rows; lp^old of the policy before the update, lp^rollout of the sampling one,
     float32, nats; advantages float64. Versions are published weights: in TRL every optimizer step publishes.
 
-    Special cases: further groups that are complete when decoding stops are trained in the next batch. If all groups of
-    a batch were complete before it, `mask` keeps their newest tokens. A token without a known rollout log-prob has
-    weight 1.
-
-    State: none (the driver saves the queue).
+    Special cases: further groups that are complete when decoding stops are trained in the next batch; `mask` keeps
+    their newest tokens. A token without a known rollout log-prob has weight 1.
 
     Raises:
         MethodError: verl with `stale: restart`.
@@ -64,9 +61,7 @@ class April(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        over_sampling: float = param(
-            2.0, "N'/N, groups in progress per group trained; 1: none in addition", ge=1, le=64
-        )
+        over_sampling: float = param(2.0, "N'/N, groups in progress per group trained; 1: no others", ge=1, le=64)
         max_staleness: int | None = param(None, "batches after which `stale` acts on a group; none: never", ge=0)
         stale: Literal["restart", "drop"] = param(
             "restart", "treatment of such a group", only_if={"max_staleness": GIVEN}

@@ -78,7 +78,7 @@ class BestPerm(Method):
         max_hints: int = param(3, "m, most hints that a prompt tries", ge=1, le=32)
         values: tuple[float, ...] = param((), "w, value of a success with each hint, net of its cost; empty: 1 - k/K")
         value_none: float = param(0.0, "w_none, value of no success")
-        estimate: Literal["upper", "posterior"] = param("upper", "acceptance: upper bound (paper) or posterior mean")
+        estimate: Literal["upper", "posterior"] = param("upper", "acceptance: upper bound, or posterior mean")
         success_threshold: float = param(0.5, "lowest reward that counts as a success")
         prompt_column: str = param("prompt", "dataset column with the prompt")
 

@@ -24,8 +24,7 @@ class BranchPruning(Method):
                 shift = min(floor(i / interval), max(0, min(depths) - stop))         0 without `interval`
         width   some nodes of the tails leave, those after the last split; `depths` come first:
                 parent_top1   of the children of one node at the last split, the best one keeps its tail
-                extreme       N tail nodes of a tree -> min(N, max(2, floor(ratio N))): the best half of these, and the
-                              worst for the rest
+                extreme       of N tail nodes min(N, max(2, floor(ratio N))) stay: half of them the best, half the worst
 
     stop is `stop_depth`, or the largest depth of a node with several children in the batch. The tail of a child of the
     last split is all below it, or the child itself where no node is below these children (completions). With

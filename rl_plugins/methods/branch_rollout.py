@@ -22,8 +22,7 @@ class BranchRollout(Method):
 
     xi_b ~ N(0, 1), so each leaf is distributed like the end of an ordinary chain. With `window` W, noise is added where
     t - stride floor(t / stride) < W and in splits; other steps are deterministic and not trained. `code_compat: true`
-    moves children with independent noise times s, as the authors' code: its density is that of factor 1, so samples are
-    not those of the policy.
+    moves children with independent noise times s, as the authors' code, so samples are not those of the policy.
 
     Symbols: splits count steps from 0. A node is one transition, of the depth of its step + 1. Column `branches` of a
     row: the nodes on its way (`rl_plugins.methods.branch_grpo.trees`).

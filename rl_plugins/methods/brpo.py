@@ -80,9 +80,7 @@ class Brpo(Method):
 
         judge: Callable[..., Any] | None = param(None, 'function judge(prompt, a, b) -> two scores, "A", "B" or None')
         judge_template: str = param(TEMPLATE, "message with {prompt}, {a} and {b}", only_if=_ENDPOINT)
-        judge_reply: Literal["marked", "json", "last"] = param(
-            "marked", "format of the verdict in a reply", only_if=_ENDPOINT
-        )
+        judge_reply: Literal["marked", "json", "last"] = param("marked", "format of the verdict", only_if=_ENDPOINT)
         votes: int = param(1, "number of votes in each of the two orders", ge=1)
         filter_tau: float = param(0.6, "largest |sum A| / G at which a group stays; 1 keeps all", ge=0, le=1)
         tie_value: Literal[-1, 0] = param(-1, "advantage of a rollout that wins only some conditions")

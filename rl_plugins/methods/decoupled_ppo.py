@@ -71,9 +71,7 @@ class DecoupledPpo(Method):
     class Params(MethodParams):
         clip_low: float = param(0.2, "lower clip range: u is clipped at 1 - clip_low", ge=0, le=1)
         clip_high: float = param(0.2, "upper clip range: u is clipped at 1 + clip_high", ge=0, allow_inf=True)
-        dual_clip: float | None = param(
-            None, "c, the loss of a token with A < 0 is at most -c A before the weight", gt=1
-        )
+        dual_clip: float | None = param(None, "c, bound -c A of the loss where A < 0", gt=1)
         proximal: Proximal = param("recompute", "policy at the centre of the trust region")
         level: Level = param("token", "unit that weights and bounds are of", only_if={"proximal": WEIGHTED})
         action: Action = param("mask", "treatment of tokens outside the bounds", only_if={"proximal": WEIGHTED})

@@ -61,9 +61,7 @@ class DifficultySlices(Method):
     does = "Trains one of several heads, half on its own slice of difficulty and half on the rest"
     problems = ("exploration", "few_prompts")
     needs = frozenset({"prompt_index"})
-    idle = (
-        Idle({"spread": 0.0}, "the slices are alike: look at `column`, whose successes may all be equal, and `heads`."),
-    )
+    idle = (Idle({"spread": 0.0}, "the slices are alike: look at `column` and `heads`."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):

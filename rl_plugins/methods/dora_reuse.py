@@ -26,15 +26,14 @@ class DoraReuse(RolloutReplay):
         made     = at most B + floor(spare_share B) groups, B of the host's prompts and others of further ones
         a made group without a signal leaves: its rewards are all equal, or it has none
         the first F made groups with a signal are trained, in the order of the plan
-        the other made groups with a signal are stored; reused groups leave the buffer
-        stored groups that would be older than `max_staleness` in the next batch leave
+        the others with a signal are stored; groups that were reused or will be too old leave the buffer
 
     A reused group brings its tokens, their log-probs, their versions (published weights) and its rewards, and is not
     scored again. The loss must correct for the older policy (`dora_loss`).
 
     Special cases: fewer than F groups with a signal make a smaller batch. Fewer groups are made where the spare ones
     and the reused ones outnumber the batch. A surplus group that cannot be stored (`rollout_replay` says which) or has
-    a NaN reward is dropped. With `reuse_ratio` 0, and without spare prompts, this method only filters.
+    a NaN reward is dropped.
 
     State: the stored groups, as tensors, and the groups of a batch.
 

@@ -48,8 +48,7 @@ class Drive(Method):
 
     Raises:
         ConfigError: lists of unequal length; sizes that rise or exceed the dataset; a limit above the host's; a stream.
-        MethodError: a batch has fewer rows than a phase has rollouts per prompt.
-        StateError: the state belongs to another dataset.
+        MethodError, StateError: a batch with fewer rows than a phase has rollouts per prompt; another dataset's state.
 
     Source: arXiv 2511.06307, abstract, and two independent notes. No code was found.
     """

@@ -18,6 +18,7 @@ from one_method import acting
 from torch import Tensor
 from waiting import NEVER, SOON, Stuck, until
 
+from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.losses import aggregate, ppo_clip
 from rl_plugins.core.params import build_params
@@ -665,7 +666,8 @@ def test_with_the_demos_calculator() -> None:
 
     engine = TableEngine(policy)
     prompt = make_prompt(engine.chat, row["prompt"][0]["content"], n=4, max_tokens=120, columns=row)
-    method = AepoRollout(rollout_params(environment=AepoRollout.example_params["environment"], initial_rollouts=1))
+    environment = card_file(AepoRollout).example_params["environment"]
+    method = AepoRollout(rollout_params(environment=environment, initial_rollouts=1))
     logged: dict[str, float] = {}
     rows = [r for rollout in run_program(method, prompt, engine, logged) for r in rollout]
     assert len(rows) == 4 and not any(r.meta["error"] for r in rows)

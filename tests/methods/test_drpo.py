@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from one_method import acting
 from torch import Tensor
 
+from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Method
 from rl_plugins.core.params import build_params
@@ -503,4 +504,4 @@ def test_what_it_asks_of_the_host() -> None:
 
 
 def test_the_card_says_which_kl_of_the_authors_is_left_out() -> None:
-    assert any("low_var_kl" in d and "not offered" in d for d in Drpo.disagreements)
+    assert any("low_var_kl" in d and "not offered" in d for d in card_file(Drpo).disagreements)

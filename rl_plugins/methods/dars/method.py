@@ -18,8 +18,8 @@ class Dars(Method):
 
     Every prompt gets N rollouts. With u the share of successes among them, or 0.5 / N without any:
 
-        S  = 2 u (1 - u),  P = N / 2                   mean |advantage| of a rollout, and its total at u = 1/2
-        S  = 2 sqrt(u (1 - u)),  P = N                 with `use_std`
+        S  = 2 u (1 - u),  P = N / 2                   mean |advantage|, its total at u = 1/2;   with `use_std`
+        S  = 2 sqrt(u (1 - u)),  P = N
         dn = ceil((P - N S) / S)                       schedule et: every prompt has the same total
         dn = ceil((2 (1 - u) P - N S) / S)             schedule hw: harder ones have more
         dn = min(dn, n_max - N),  0 for u >= 1/2
