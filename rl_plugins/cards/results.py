@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cache
 from importlib.resources import files
@@ -146,19 +146,21 @@ def read(text: str) -> list[Result]:
 
 @cache
 def results() -> tuple[Result, ...]:
-    """All records of the package, by file."""
+    """All records of the package: of the scripts, by file, then of the bench."""
     folder = files("rl_plugins.cards").joinpath("records")
-    found = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
+    found = [file for file in folder.iterdir() if file.name.endswith(".json")]
+    found.sort(key=lambda file: (file.name == "bench.json", file.name))
     return tuple(result for file in found for result in read(file.read_text(encoding="utf-8")))
 
 
 def measured_of(name: str) -> list[Result]:
-    """Our results on a method, a bundle or a supervised loss; of a bundle its own, then those of its parts."""
-    names = [name]
+    """Our results on a method, a bundle or a supervised loss; of a bundle its own, then those of its parts, whose claims
+    begin with the name of the part."""
+    found = [result for result in results() if result.method == name]
     try:
-        found = registry.load(name)
+        of = registry.load(name)
     except RLPluginsError:  # a supervised loss is no method
-        found = None
-    if isinstance(found, Bundle):
-        names += found.parts
-    return [result for each in names for result in results() if result.method == each]
+        return found
+    for part in of.parts if isinstance(of, Bundle) else ():
+        found += [replace(r, claim=f"`{part}`: {r.claim}") for r in results() if r.method == part]
+    return found
