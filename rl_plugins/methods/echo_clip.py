@@ -26,16 +26,11 @@ class EchoClip(Method):
     used: with the defaults eps is 0.125 (sure) to 0.197 (unsure). With eps_min = eps_max it is PPO's dual clip. The
     range has no gradient. Aggregation and KL loss are the host's.
 
-    Symbols: lp, lp_old, A, loss (rows, time); C (tokens,) in [0, 1], the probability of the token before the update
-    (see `disagreements`), eps and Ctail (rows,) float64.
+    Symbols: lp, lp_old, A, loss (rows, time); C (tokens,) in [0, 1], the probability of the token before the update,
+    eps and Ctail (rows,) float64.
 
     Special cases: only trained tokens are part of the tail. Masked tokens have loss and gradient 0 for any value.
 
-    Logs: `tail_confidence`, `clip_range`, means over rows; per update, over the tokens, `clipfrac` (the clipped term is
-    the larger loss), `clipfrac_lower` (the dual clip acts), `kl` (mean of lp_old - lp).
-
-    Raises:
-        ConfigError: a parameter out of range.
 
     Source: arXiv 2602.02150; `apply_hybrid_advantage_shaping` and `compute_policy_loss` in
     `verl/trainer/ppo/core_algos.py` of the authors' code.
@@ -49,14 +44,9 @@ class EchoClip(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        tail_window: int = param(
-            16, "number of last tokens whose confidence counts; 0: all", ge=0, only_if={"kappa": above(0)}
-        )
+        tail_window: int = param(16, "number of last tokens that count; 0: all", ge=0, only_if={"kappa": above(0)})
         eps_min: float = param(
-            0.05,
-            "clip range at the lower end of the sigmoid; the range used is at least halfway to eps_max",
-            ge=0,
-            lt=1,
+            0.05, "lower end of the sigmoid's range; the clip range is at least halfway to eps_max", ge=0, lt=1
         )
         eps_max: float = param(0.2, "upper end of the clip range", ge=0, lt=1)
         kappa: float = param(4.0, "steepness of the sigmoid", ge=0)

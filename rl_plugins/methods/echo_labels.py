@@ -26,23 +26,17 @@ class EchoLabels(Method):
 
     All rollouts vote, then the n rollouts of each group that were generated first stay. Name other methods that
     generate spare rollouts before this one. The rewards replace those of the reward functions (NaN included). A run
-    still needs a reward function; one that returns None is enough. Evaluation is the host's.
+    still needs a reward function; one that returns None is enough.
 
     `extract(text)` gives the answer in a canonical form, or None; answers are compared as texts. The default reads the
     last \boxed{...}, without spaces, dollar signs and thousands separators, and writes numbers alike (4, 4.0 and +4).
 
-    Symbols: rewards (rows,) float64, 0 or 1. A rollout of several rows (turns, agents) votes with the text of its last
-    row, and all of its rows get its reward.
+    Symbols: rewards (rows,) float64. A rollout of several rows (turns, agents) votes with the text of its last row, and
+    all of its rows get its reward.
 
     Special cases: `extract` is called in the driver's own thread, once per rollout, so it must return. If it raises,
     the rollout has no answer.
 
-    Logs: `majority_ratio`, mean share of the rollouts that gave the label (those without an answer count); `answered`,
-    share of the rollouts; with `label_column` `label_accuracy`, share of the prompts, and `reward_accuracy`, share of
-    the rollouts whose reward is the one the truth would give.
-
-    Raises:
-        ConfigError: a parameter out of range.
 
     Source: arXiv 2602.02150, and `_majority_vote`, `select_top_k_per_prompt` in `verl/trainer/ppo/ttrl_utils.py` of the
     authors' code; the idea is TTRL's, arXiv 2504.16084.
@@ -57,17 +51,9 @@ class EchoLabels(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        n_votes: int = param(
-            32, "number of rollouts per prompt that vote; the host's group size if that is larger", ge=1
-        )
-        extract: Callable[..., Any] = param(
-            boxed_answer,
-            "function extract(text) that returns the answer in canonical form or None, as "
-            "module:attribute, for example rl_plugins.lab.demo.rewards:read_digits",
-        )
-        label_column: str | None = param(
-            None, "dataset column with the true answer in the form of `extract`, for metrics only"
-        )
+        n_votes: int = param(32, "rollouts per prompt that vote; the host's group size if that is larger", ge=1)
+        extract: Callable[..., Any] = param(boxed_answer, "function extract(text): an answer in canonical form or None")
+        label_column: str | None = param(None, "dataset column with the true answer, for metrics only")
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

@@ -13,6 +13,8 @@ from rl_plugins.core.params import above
 from rl_plugins.methods.echo.confidence import confidence
 
 _EPS = 1e-8  # of the variance
+_SHAPED = ({"mult_coeff": above(0)}, {"add_coeff": above(0)})
+_WEIGHED = ({"alpha": above(0)}, {"beta": above(0)})
 
 
 class EchoShaping(Method):
@@ -30,17 +32,11 @@ class EchoShaping(Method):
     groups of equal rewards, with mean 0 in each group.
 
     Symbols: A (tokens,) float64; H (tokens,) entropy in nats of the policy before the update; C (tokens,) in [0, 1],
-    the probability of the token by that policy (see `disagreements`).
+    the probability of the token by that policy.
 
     Special cases: tokens that left the update and rows without a reward (NaN) do not count in the statistics and keep
-    their advantage. Nothing changes if H and C are constant, if mult_coeff = add_coeff = 0, or if alpha = beta = 0. A
-    batch of one token has S = 0.
+    their advantage. A batch of one token has S = 0.
 
-    Logs: `clipped`, share of the tokens with |S| = s_max; `change`, mean |change of A|; `sign_changed`, share of the
-    tokens with A != 0.
-
-    Raises:
-        ConfigError: a parameter out of range.
 
     Source: arXiv 2602.02150; `apply_hybrid_advantage_shaping` in `verl/trainer/ppo/core_algos.py` of the authors' code.
     """
@@ -52,31 +48,15 @@ class EchoShaping(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        alpha: float = param(
-            1.0, "weight of the entropy", ge=0, only_if=({"mult_coeff": above(0)}, {"add_coeff": above(0)})
-        )
-        beta: float = param(
-            1.0, "weight of 1 - confidence", ge=0, only_if=({"mult_coeff": above(0)}, {"add_coeff": above(0)})
-        )
-        s_max: float | None = param(
-            2.0, "limit of |S|; none: no limit", gt=0, only_if=({"alpha": above(0)}, {"beta": above(0)})
-        )
-        mult_coeff: float = param(
-            0.1,
-            "factor a, with which the advantage is multiplied by 1 + a S",
-            ge=0,
-            only_if=({"alpha": above(0)}, {"beta": above(0)}),
-        )
+        alpha: float = param(1.0, "weight of the entropy", ge=0, only_if=_SHAPED)
+        beta: float = param(1.0, "weight of 1 - confidence", ge=0, only_if=_SHAPED)
+        s_max: float | None = param(2.0, "limit of |S|; none: no limit", gt=0, only_if=_WEIGHED)
+        mult_coeff: float = param(0.1, "factor a: the advantage is multiplied by 1 + a S", ge=0, only_if=_WEIGHED)
         add_coeff: float = param(
-            0.0,
-            "factor lambda, with which lambda (S - its mean in the group) is added",
-            ge=0,
-            only_if=({"alpha": above(0)}, {"beta": above(0)}),
+            0.0, "factor lambda of S - its mean in the group, which is added", ge=0, only_if=_WEIGHED
         )
         statistics: Literal["white", "raw"] = param(
-            "white",
-            "form of H and 1 - C: z-scores over the batch (code), or the values (paper)",
-            only_if=({"alpha": above(0)}, {"beta": above(0)}),
+            "white", "form of H and 1 - C: z-scores (code), or the values (paper)", only_if=_WEIGHED
         )
 
     def __init__(self, params: MethodParams | None = None) -> None:

@@ -10,6 +10,11 @@ from rl_plugins.core.params import GIVEN, above
 from rl_plugins.core.requests import BranchOrigin, Generated, Pruned
 from rl_plugins.methods.echo.controller import Top, branch_at, penalty, prune_at, statistics
 
+_BRANCHES = {"max_branches": above(1)}
+_GROUP = (_BRANCHES, {"prune_threshold": GIVEN})
+_TAIL, _RISE = {"tail_threshold": GIVEN}, {"delta_upper": GIVEN}
+_ENTROPY = (_BRANCHES, _RISE)
+
 
 class EchoTree(Method):
     """Branches the first rollout of a prompt once, at its first uncertain token; unpromising branches may be cut.
@@ -36,15 +41,11 @@ class EchoTree(Method):
         entropy_spike    dH was positive delta_rise_steps times in a row, and dH_t > delta_upper
 
     (in this order; all three are off by default). The rest of the n rollouts is sampled independently and never cut.
-    Evaluation is the host's.
 
     Symbols: a branch's places count from its branching token on. Its prefix was sampled in exactly its context and
     keeps its log-probs; the branching token was not sampled (kind forced, log-prob NaN). `rollouts.meta` has
-    `echo_branch` (its place, None for others), `echo_pruned` (reason or None), `echo_penalty` (see `disagreements`). A
-    cut response counts as truncated.
-
-    Logs: means over prompts: `branches`, responses made by branching; `pruned`, share of the responses that may be cut;
-    `kept_tokens`, share of their tokens.
+    `echo_branch` (its place, None for others), `echo_pruned` (reason or None), `echo_penalty`. A cut response counts as
+    truncated.
 
     Raises:
         ConfigError: a parameter out of range, or one that could never act.
@@ -60,72 +61,35 @@ class EchoTree(Method):
     idle = (
         Idle(
             {"branches": 0, "pruned": 0},
-            "no rollout branched or was cut. Raise `branch_threshold` or `max_branches`, lower `entropy_low`, or let "
-            "completions be longer than the windows.",
+            "no rollout branched or was cut. Raise `branch_threshold`, or lower `entropy_low`.",
         ),
     )
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         logprob_top_k: int = param(10, "number of most likely tokens that the engine reports", ge=2)
-        confidence_top_k: int = param(
-            5,
-            "number of these that count for the confidence",
-            ge=1,
-            only_if=({"max_branches": above(1)}, {"prune_threshold": GIVEN}, {"tail_threshold": GIVEN}),
-        )
-        min_depth: int = param(4, "first place that may branch", ge=0, only_if={"max_branches": above(1)})
+        confidence_top_k: int = param(5, "number of these that make the confidence", ge=1, only_if=(*_GROUP, _TAIL))
+        min_depth: int = param(4, "first place that may branch", ge=0, only_if=_BRANCHES)
         entropy_high: float = param(
-            1.9,
-            "lowest entropy at which a token branches, in nats; below ln logprob_top_k",
-            gt=0,
-            only_if={"max_branches": above(1)},
+            1.9, "lowest entropy that branches, below ln logprob_top_k", gt=0, only_if=_BRANCHES
         )
-        entropy_low: float = param(
-            0.55,
-            "entropy at which alpha adds nothing to the width",
-            ge=0,
-            only_if={"max_branches": above(1), "alpha": above(0)},
-        )
-        entropy_delta_threshold: float = param(
-            0.2, "smallest rise of the entropy at which a token branches", only_if={"max_branches": above(1)}
-        )
+        entropy_low: float = param(0.55, "entropy without extra width", ge=0, only_if={**_BRANCHES, "alpha": above(0)})
+        entropy_delta_threshold: float = param(0.2, "smallest rise of the entropy that branches", only_if=_BRANCHES)
         branch_threshold: float = param(
-            4.0,
-            "largest group confidence at which a token branches; above ln confidence_top_k",
-            gt=0,
-            only_if={"max_branches": above(1)},
+            4.0, "largest G that branches; above ln confidence_top_k", gt=0, only_if=_BRANCHES
         )
-        min_branches: int = param(1, "smallest number of branches", ge=1, only_if={"max_branches": above(1)})
+        min_branches: int = param(1, "smallest number of branches", ge=1, only_if=_BRANCHES)
         max_branches: int = param(4, "largest number of branches; 1: nothing branches", ge=1)
-        alpha: float = param(2.0, "alpha, growth of the width with entropy", ge=0, only_if={"max_branches": above(1)})
-        beta: float = param(
-            1.0, "beta, growth of the width with lack of confidence", ge=0, only_if={"max_branches": above(1)}
-        )
-        entropy_window: int = param(
-            4,
-            "number of places before a token that its entropy is compared with",
-            ge=1,
-            only_if=({"max_branches": above(1)}, {"delta_upper": GIVEN}),
-        )
-        group_window: int = param(
-            4,
-            "number of places of the group confidence",
-            ge=1,
-            only_if=({"max_branches": above(1)}, {"prune_threshold": GIVEN}),
-        )
-        tail_window: int = param(8, "number of places of the tail confidence", ge=1, only_if={"tail_threshold": GIVEN})
+        alpha: float = param(2.0, "growth of the width with entropy", ge=0, only_if=_BRANCHES)
+        beta: float = param(1.0, "growth of the width with lack of confidence", ge=0, only_if=_BRANCHES)
+        entropy_window: int = param(4, "places before a token that dH looks at", ge=1, only_if=_ENTROPY)
+        group_window: int = param(4, "number of places of G", ge=1, only_if=_GROUP)
+        tail_window: int = param(8, "number of places of L", ge=1, only_if=_TAIL)
         prune_threshold: float | None = param(None, "group confidence below which a response is cut; none: never", gt=0)
-        tail_threshold: float | None = param(
-            None, "largest confidence at which a falling tail is cut; none: never", gt=0
-        )
-        tail_decline_steps: int = param(
-            3, "number of places in a row that the tail must have fallen", ge=1, only_if={"tail_threshold": GIVEN}
-        )
+        tail_threshold: float | None = param(None, "largest L at which a falling tail is cut; none: never", gt=0)
+        tail_decline_steps: int = param(3, "places in a row that L must have fallen", ge=1, only_if=_TAIL)
         delta_upper: float | None = param(None, "rise of the entropy above which a response is cut; none: never", ge=0)
-        delta_rise_steps: int = param(
-            3, "number of places in a row that the entropy must have risen", ge=1, only_if={"delta_upper": GIVEN}
-        )
+        delta_rise_steps: int = param(3, "places in a row that the entropy must have risen", ge=1, only_if=_RISE)
 
         def check(self) -> None:
             highest, least = math.log(self.logprob_top_k), math.log(self.confidence_top_k)

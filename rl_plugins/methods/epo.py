@@ -15,6 +15,9 @@ from rl_plugins.core.params import above
 NO_BOUND = 1e30  # a bound that no entropy reaches; columns are finite in float32
 _ON = {"entropy_coeff": above(0)}
 _SMOOTHED = {**_ON, "smooth_coeff": above(0), "rho": (None, above(0))}
+_PHASED = {**_SMOOTHED, "phase": ("code", "paper")}
+_PAPER = {**_SMOOTHED, "phase": "paper"}
+_SCALED, _TURN = {**_ON, "smooth_coeff": above(0)}, {**_SMOOTHED, "corridor": "turn"}
 
 
 class Epo(Method):
@@ -41,22 +44,17 @@ class Epo(Method):
         paper  1 + exp(-phase_rate min(k, K) / (phase_middle K))
 
     In relu mode the derivative of the term with respect to H is -entropy_coeff (1 - smooth_coeff rho g) above the
-    corridor and -entropy_coeff (1 + smooth_coeff rho g) below it. So the upper bound brakes only if
-    smooth_coeff rho g > 1. That is why `rho` is 2 in this mode; at the released 0.1 entropy above the corridor is still
-    pushed up, only 10 % less.
+    corridor and -entropy_coeff (1 + smooth_coeff rho g) below it, so the upper bound brakes only if smooth_coeff rho g
+    > 1.
 
     Symbols: H (rows, time) in nats, with gradient, of the current policy; bounds, p and term are float32 or better.
     History and phase are those of the driver, counted once per generation batch, however many optimizer steps follow.
 
     Special cases: a turn without history, or before `gate_turn`, has no corridor: only the bonus acts. So has all of
     the first batch, unless `include_current`. kl = 0 is no lower bound, kr = inf no upper one. Tokens that are not
-    trained count nowhere. Turns are counted from 0 in every rollout; a rollout that is shorter than others says nothing
-    of their later turns.
+    trained count nowhere. Turns are counted from 0 in every rollout.
 
     State: per turn the sum of e and the number of batches; with a `window` e of its batches.
-
-    Logs: `entropy`, mean before the update over the tokens of the batch; `covered`, share of them with a corridor;
-    `phase`, g; over the tokens of the update `within`, share with low < H < high, and `penalty`, mean of p.
 
     Raises:
         ConfigError: a parameter out of range, or an entropy bonus of the host in addition to this one.
@@ -74,69 +72,32 @@ class Epo(Method):
         "trl": {"entropy_coef": 0.0, "use_adaptive_entropy": False},
         "verl": {"actor_rollout_ref.actor.entropy_coeff": 0},
     }
-    idle = (
-        Idle(
-            {"covered": 0},
-            "no token has a corridor, so this is the plain entropy bonus. Lower `gate_turn`, or look at whether "
-            "rollouts of different batches have the same turns.",
-        ),
-    )
+    idle = (Idle({"covered": 0}, "no token has a corridor: this is the plain bonus. Lower `gate_turn`."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         entropy_coeff: float = param(0.001, "coefficient of the entropy bonus and of the penalty", ge=0)
         smooth_coeff: float = param(1.0, "coefficient of the penalty, relative to the bonus", ge=0, only_if=_ON)
         smoothing: Literal["relu", "indicator"] = param(
-            "relu", "penalty outside of the corridor: the distance to it, or a constant without gradient", only_if=_ON
+            "relu", "the distance to the corridor, or a constant", only_if=_ON
         )
         rho: float | None = param(
-            None,
-            "factor of the penalty; none: 2 with relu, 0.1 (the authors' code) with indicator",
-            ge=0,
-            only_if={**_ON, "smooth_coeff": above(0)},
+            None, "factor of the penalty; none: 2 (relu), 0.1 (indicator, code)", ge=0, only_if=_SCALED
         )
-        corridor: Literal["turn", "batch"] = param(
-            "turn", "tokens that share a corridor: those of the same turn, or all of the batch", only_if=_SMOOTHED
-        )
-        kl: float = param(0.5, "lower bound over the reference; 0: no lower bound", ge=0, lt=1, only_if=_SMOOTHED)
-        kr: float = param(
-            1.5, "upper bound over the reference; inf: no upper bound", gt=1, allow_inf=True, only_if=_SMOOTHED
-        )
-        mode: Literal["token", "seq"] = param(
-            "token", "entropy that is compared with the bounds: of the token, or the row's mean", only_if=_SMOOTHED
-        )
-        window: int | None = param(
-            None, "number of latest batches in the reference; none: all", ge=1, only_if=_SMOOTHED
-        )
-        include_current: bool = param(
-            False, "the batch itself counts in its reference (the authors' code)", only_if=_SMOOTHED
-        )
-        gate_turn: int = param(
-            0,
-            "first turn with a corridor, counted from 0 (the authors' code: 25)",
-            ge=0,
-            only_if={**_SMOOTHED, "corridor": "turn"},
-        )
-        phase: Literal["none", "code", "paper"] = param("none", "weight of the penalty over the run", only_if=_SMOOTHED)
+        corridor: Literal["turn", "batch"] = param("turn", "tokens that share one: a turn's or all", only_if=_SMOOTHED)
+        kl: float = param(0.5, "lower bound over the reference; 0: none", ge=0, lt=1, only_if=_SMOOTHED)
+        kr: float = param(1.5, "upper bound over the reference; inf: none", gt=1, allow_inf=True, only_if=_SMOOTHED)
+        mode: Literal["token", "seq"] = param("token", "entropy that is compared: token or row mean", only_if=_SMOOTHED)
+        window: int | None = param(None, "latest batches in the reference; none: all", ge=1, only_if=_SMOOTHED)
+        include_current: bool = param(False, "the batch itself counts in its reference (code)", only_if=_SMOOTHED)
+        gate_turn: int = param(0, "first turn with a corridor, from 0 (code: 25)", ge=0, only_if=_TURN)
+        phase: Literal["none", "code", "paper"] = param("none", "weight over the run", only_if=_SMOOTHED)
         phase_batches: int | None = param(
-            None,
-            "length K of the schedule in batches; none: the run's (the authors' code: 150)",
-            ge=1,
-            only_if={**_SMOOTHED, "phase": ("code", "paper")},
+            None, "K, batches of the schedule; none: the run's (code: 150)", ge=1, only_if=_PHASED
         )
-        phase_rate: float = param(
-            1.0,
-            "rate of the paper's weight; a negative one makes it grow",
-            ge=-5,
-            le=5,
-            only_if={**_SMOOTHED, "phase": "paper"},
-        )
+        phase_rate: float = param(1.0, "rate of the paper's weight; negative: it grows", ge=-5, le=5, only_if=_PAPER)
         phase_middle: float = param(
-            0.6,
-            "share of the run after which the rate has acted once",
-            ge=0.1,
-            le=1,
-            only_if={**_SMOOTHED, "phase": "paper"},
+            0.6, "share of the run after which the rate acted once", ge=0.1, le=1, only_if=_PAPER
         )
 
         @property

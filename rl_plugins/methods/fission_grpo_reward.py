@@ -28,8 +28,6 @@ class FissionReward(Method):
 
     Special cases: a row that lacks one of the three has no reward (NaN).
 
-    Logs: `weight_correctness`.
-
     Raises:
         ConfigError: a reward function of these names does not exist, or two are the same.
 

@@ -22,9 +22,8 @@ class Gdpo(Method):
         2. sum     S_i   = sum_k w_k A^k_i
         3. batch   A_i   = (S_i - mean_batch S) / (std_batch S + eps_batch)
 
-    GRPO adds first, so a reward with a large spread hides the others. Line 3 keeps the scale of the update from growing
-    with the number of rewards. There `batch_stat: row` counts every rollout once, divisor N - 1. `batch_stat: token`
-    counts it once per token: with lengths L_i,
+    In line 3 `batch_stat: row` counts every rollout once, divisor N - 1. `batch_stat: token` counts it once per token:
+    with lengths L_i,
 
         mean = sum L S / sum L,   var = sum L (S - mean)^2 / (sum L - 1),   A = (S - mean) / sqrt(var + eps_batch^2)
 
@@ -37,9 +36,6 @@ class Gdpo(Method):
     with "exclude" it is left out of line 3, with "zero" it counts in the statistics as zeros. A row that another method
     withdrew counts nowhere. A reward that is constant in a group (spread within rounding, 1e-6 of its size or of 1)
     adds 0 there. Groups of one have advantage 0 and cause a warning.
-
-    Logs: `constant/<function>`, share of the groups in which this reward is constant; `max_abs_advantage`, which grows
-    as sqrt(rows / rows with signal) when few groups have signal left.
 
     Raises:
         MethodError: another method changed the reward; GDPO reads the reward functions, not their sum.
@@ -62,12 +58,9 @@ class Gdpo(Method):
         eps_group: float = param(1e-4, "constant added to the standard deviation of a reward in its group", gt=0)
         eps_batch: float = param(1e-4, "constant added to the standard deviation of the sum over the batch", gt=0)
         batch_stat: Literal["row", "token"] = param(
-            "row",
-            "unit of the statistics in line 3: a rollout (paper, the authors' TRL fork) or a token (their verl fork)",
+            "row", "unit in line 3: a rollout (paper, TRL fork) or a token (verl fork)"
         )
-        nan_policy: Literal["exclude", "zero"] = param(
-            "exclude", "treatment of a reward that a function did not give: left out (TRL), or 0 (the authors' code)"
-        )
+        nan_policy: Literal["exclude", "zero"] = param("exclude", "a reward that was not given: left out, or 0 (code)")
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
         p, groups = self.params, rollouts.groups

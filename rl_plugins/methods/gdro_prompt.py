@@ -13,6 +13,7 @@ from rl_plugins.methods._gdro.bins import Binned, BinParams
 from rl_plugins.methods._gdro.weights import code_weights, paper_weights, scores, start_scores, update_scores
 
 MOST_LOGGED = 16  # bins with metrics of their own
+_CODE = {"weight_form": "code"}
 
 
 class GdroPrompt(Binned):
@@ -43,10 +44,6 @@ class GdroPrompt(Binned):
 
     State: the scores, and history and bin of every prompt.
 
-    Logs: `largest`, `smallest` weight of the batch and `spread`, their difference; per bin in the batch `weight/bin_0`
-    (the hardest bin; then `bin_1` and so on), `share/bin_0` of the rollouts, and `score/bin_0`; the bin of rates 0 and
-    1 is called `extremes`.
-
     Raises:
         ConfigError: a parameter out of range, edges out of order; a stream.
 
@@ -58,26 +55,15 @@ class GdroPrompt(Binned):
     does = "Weights advantages by difficulty, giving bins of prompts with a high loss more weight"
     problems = ("few_prompts",)
     needs = frozenset({"prompt_index", "tokens"})
-    idle = (
-        Idle(
-            {"spread": 0.0},
-            "all weights are equal. `eta` is 0, or all prompts are in one bin: look at `edges` and at the shares.",
-        ),
-    )
+    idle = (Idle({"spread": 0.0}, "all weights are equal. `eta` is 0, or all prompts are in one bin (`edges`)."),)
 
     @dataclass(frozen=True)
     class Params(BinParams):
-        weight_form: Literal["code", "paper"] = param(
-            "code", "form of the weights: mean 1 (code), or exponential weights unchanged (paper)"
-        )
+        weight_form: Literal["code", "paper"] = param("code", "mean 1 (code), or exponential weights unchanged (paper)")
         eta: float = param(0.65, "eta, influence of a bin's score", ge=0)
-        gamma: float = param(
-            0.01, "share of q that is uniform over the bins of the batch", ge=0, le=1, only_if={"weight_form": "code"}
-        )
+        gamma: float = param(0.01, "uniform share of q", ge=0, le=1, only_if=_CODE)
         largest_weight: float = param(15.0, "largest weight of a bin", gt=0)
-        score: Literal["ema", "mean"] = param(
-            "ema", "score of a bin: running mean of its losses, or mean over its visits"
-        )
+        score: Literal["ema", "mean"] = param("ema", "running mean of a bin's losses, or mean over its visits")
         score_beta: float = param(0.12, "weight of a new loss", gt=0, le=1, only_if={"score": "ema"})
         score_clip: float | None = param(None, "limit of |S|; none: no limit", gt=0, only_if={"weight_form": "paper"})
         zscore: bool = param(False, "standardization of scores over the bins seen so far")

@@ -49,10 +49,6 @@ class GdroRollout(Binned):
 
     State: z, mu, and history and bin of every prompt.
 
-    Logs: `most` and `least` rollouts of a prompt; `moved`, share of the rollouts that went to another prompt than the
-    given plan says; `unmet`, rollouts that no choice could place; `shadow_price`, mu; per bin `rollouts/bin_0` (the
-    hardest bin; then `bin_1` and so on).
-
     Raises:
         ConfigError: a parameter out of range; the group size is not between n_min and n_max; a stream.
         MethodError: fewer rollouts than n_min each.
@@ -66,8 +62,7 @@ class GdroRollout(Binned):
     idle = (
         Idle(
             {"moved": 0.0},
-            "every prompt gets the host's number of rollouts. All are in one bin (look at `edges`), `eta` is 0, or "
-            "`n_min` and `n_max` leave no choice.",
+            "every prompt gets the host's number of rollouts. Look at `edges`, `eta`, `n_min` and `n_max`.",
         ),
     )
     keeps_batch_size = True  # rollouts are moved between prompts, not taken away
@@ -79,18 +74,12 @@ class GdroRollout(Binned):
         n_max: int | None = param(None, "largest number of rollouts of a prompt; none: three group sizes", ge=2)
         eta: float = param(0.65, "eta, influence of an arm's score", ge=0)
         gamma: float = param(0.01, "share of p that is uniform over the arms", ge=0, le=1)
-        price_rate: float = param(
-            0.05, "alpha_mu, step size of the shadow price; acts if earlier methods make uneven plans", ge=0
-        )
+        price_rate: float = param(0.05, "alpha_mu, step size of mu; acts if earlier methods make uneven plans", ge=0)
         arm_sign: Literal["code", "paper"] = param(
-            "code", "sign of the update: arms with a high loss gain (code), or with a low loss (paper)"
+            "code", "arms that gain: those of high loss (code) or low loss (paper)"
         )
-        baseline: Literal["batch", "none"] = param(
-            "batch", "loss that a bin's loss is compared with: the batch's, or 0"
-        )
-        tie: Literal["uniform", "first"] = param(
-            "uniform", "choice among equal sums: closest to nbar, or the first found"
-        )
+        baseline: Literal["batch", "none"] = param("batch", "loss that a bin's is compared with: the batch's, or 0")
+        tie: Literal["uniform", "first"] = param("uniform", "choice among equal sums: nearest nbar, or the first found")
 
         def check(self) -> None:
             super().check()

@@ -15,6 +15,9 @@ from rl_plugins import Groups, Method, MethodError, MethodParams, Rollouts, para
 from rl_plugins.core.params import GIVEN, above
 from rl_plugins.kit.agents.turns import Turns, joint, normalized, state_ids
 
+_STATES = {"step_advantage_w": above(0)}
+_FUZZY = {"similarity": GIVEN}
+
 
 class Gigpo(Method):
     """Adds a per-turn advantage to that of the rollout, from turns of its group that start in the same state.
@@ -41,9 +44,6 @@ class Gigpo(Method):
     shares has A^S = 0. A group with a single entry has A^E = 0, and a warning. If an environment gives no rewards, R
     counts as the reward of the last turn, as in the paper's tasks.
 
-    Logs: `compared`, share of the turns whose state another turn of the group shares; `states`, number of groups of
-    states; `abs_episode` and `abs_step`, mean |A^E| and mean |step_advantage_w A^S|.
-
     Raises:
         ConfigError: a parameter out of range.
         MethodError: an observation that cannot be compared, or one that is no text with `similarity`.
@@ -60,37 +60,18 @@ class Gigpo(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        gamma: float = param(
-            0.95, "discount of later rewards, per turn", ge=0, le=1, only_if={"step_advantage_w": above(0)}
-        )
+        gamma: float = param(0.95, "discount of later rewards, per turn", ge=0, le=1, only_if=_STATES)
         step_advantage_w: float = param(1.0, "weight of the comparison of states; 0: only rollouts are compared", ge=0)
         mode: Literal["mean_norm", "mean_std_norm"] = param(
-            "mean_norm",
-            "form of the advantages: differences from the mean, or those divided by the standard deviation + eps",
+            "mean_norm", "differences from the mean, also divided by std + eps"
         )
-        statistics: Literal["turns", "rollouts"] = param(
-            "turns", "units of mean and deviation of R: all turns of a group (code), or its rollouts (paper)"
-        )
-        single_group: Literal["zero", "reward"] = param(
-            "zero", "A^E of a group with a single entry: 0, or its reward (code)"
-        )
+        statistics: Literal["turns", "rollouts"] = param("turns", "units of the statistics of R (code: turns)")
+        single_group: Literal["zero", "reward"] = param("zero", "A^E of a group with one entry: 0 or its reward")
         similarity: float | None = param(
-            None,
-            "lowest difflib ratio at which texts are one state (code: 0.95); none: only equal texts",
-            gt=0,
-            lt=1,
-            only_if={"step_advantage_w": above(0)},
+            None, "lowest difflib ratio of one state; none: equal", gt=0, lt=1, only_if=_STATES
         )
-        autojunk: bool = param(
-            True,
-            "neglect of frequent letters in texts of 200 letters or more (difflib's default, and "
-            "the code's): 400 letters with one difference can have a ratio of 0.25; false: all "
-            "letters count, slower",
-            only_if={"similarity": GIVEN},
-        )
-        invalid_action_penalty_coef: float = param(
-            0.1, "penalty on reward and return of a turn whose action could not be understood", ge=0
-        )
+        autojunk: bool = param(True, "difflib's neglect of frequent letters in texts of 200 or more", only_if=_FUZZY)
+        invalid_action_penalty_coef: float = param(0.1, "penalty of a turn whose action was not understood", ge=0)
         eps: float = param(1e-6, "constant added to the standard deviation", gt=0, only_if={"mode": "mean_std_norm"})
 
     def advantages(self, rollouts: Rollouts) -> Tensor:

@@ -18,6 +18,10 @@ from rl_plugins.core.rollouts import Budget
 NO_TOOL_CALL = 0.5  # error penalty of a rollout without a tool call: between clean and failing ones
 NO_ANSWER = 1.0  # format penalty of a rollout without a readable answer block
 RTOL, ATOL = 1e-5, 1e-8  # rewards closer than this are equal, as in torch.allclose
+_OWN = {"penalty": None}
+_ERROR, _FORMAT = {**_OWN, "use_error": True}, {**_OWN, "use_format": True}
+_DRAWN = [{"positive_selection": "inverse_prob", **of} for of in ({"penalty": GIVEN}, _ERROR, _FORMAT)]
+_TOOL, _TURN = ("<tool_response>", "</tool_response>"), ("<|im_start|>assistant", "<|im_end|>")
 
 
 class GrpoRoc(Method):
@@ -52,10 +56,6 @@ class GrpoRoc(Method):
     State: what was planned, from `plan` to `select` of one batch. `positive_selection: inverse_prob` draws from
     `self.rng`.
 
-    Logs: `correct`, share of the rollouts; `penalty_correct`, `penalty_kept`, mean p of correct rollouts generated and
-    kept; `tool_errors`, mean p_err of correct rollouts that called a tool; `kept`, rollouts; `equal_groups`,
-    `short_groups`.
-
     Raises:
         ConfigError: a parameter out of range, one without effect, or min_wrong + min_correct > group size.
         MethodError: `penalty` returns something else than one finite number >= 0 per row.
@@ -72,62 +72,26 @@ class GrpoRoc(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        oversample: float = param(2.0, "number of rollouts generated per trained rollout (report: 2)", gt=1)
+        oversample: float = param(2.0, "rollouts generated per trained rollout (report: 2)", gt=1)
         penalty: Callable[..., Any] | None = param(
-            None,
-            "function penalty(rollouts) that returns (rows,) numbers >= 0, lower is better, with "
-            "the signals it reads in its attribute `needs`, for example "
-            "rl_plugins.lab.demo.rewards:format_and_digit_errors; none: p_err + p_format",
+            None, "function penalty(rollouts): (rows,) numbers >= 0, its signals in `needs`; none: p"
         )
-        use_error: bool = param(True, "inclusion of failing tool calls in the penalty", only_if={"penalty": None})
-        use_format: bool = param(
-            True, "inclusion of missing and repeated answer blocks in the penalty", only_if={"penalty": None}
-        )
+        use_error: bool = param(True, "failing tool calls count in the penalty", only_if=_OWN)
+        use_format: bool = param(True, "missing and repeated answer blocks count in the penalty", only_if=_OWN)
         min_wrong: int = param(2, "smallest number of wrong rollouts that stay, if there are that many", ge=0)
         min_correct: int = param(2, "smallest number of correct rollouts that stay, if there are that many", ge=0)
-        reject_equal_reward: bool = param(
-            True, "removal of groups of equal rewards before the selection (the authors' script)"
-        )
+        reject_equal_reward: bool = param(True, "groups of equal rewards leave before the selection (code)")
         positive_selection: Literal["top", "inverse_prob"] = param(
-            "top",
-            "choice of correct rollouts: the lowest penalty (code), or a draw by 1 / (penalty + inverse_eps) (report)",
+            "top", "correct rollouts: lowest penalty (code), or drawn by 1 / (penalty + eps)"
         )
-        inverse_eps: float = param(
-            0.1,
-            "constant added to the penalty in `inverse_prob`; small values come close to `top`",
-            gt=0,
-            only_if=[
-                {"positive_selection": "inverse_prob", **which}
-                for which in ({"penalty": GIVEN}, {"use_error": True}, {"use_format": True})
-            ],
-        )
+        inverse_eps: float = param(0.1, "constant added to the penalty in `inverse_prob`", gt=0, only_if=_DRAWN)
         correct_threshold: float = param(0.0, "reward above which a rollout is correct")
-        short_groups: Literal["drop", "keep"] = param("drop", "treatment of groups smaller than the group size")
-        error_keyword: str = param(
-            "error",
-            "text that marks a failing tool response, in any case",
-            only_if={"penalty": None, "use_error": True},
-        )
-        tool_tags: tuple[str, ...] = param(
-            ("<tool_response>", "</tool_response>"),
-            "opening and closing tag of a tool response",
-            only_if={"penalty": None, "use_error": True},
-        )
-        answer_tags: tuple[str, ...] = param(
-            ("<answer>", "</answer>"),
-            "opening and closing tag of an answer block",
-            only_if={"penalty": None, "use_format": True},
-        )
-        turn_tags: tuple[str, ...] = param(
-            ("<|im_start|>assistant", "<|im_end|>"),
-            "opening and closing tag of an assistant turn",
-            only_if={"penalty": None, "use_format": True},
-        )
-        count_first_turn: bool = param(
-            True,
-            "inclusion of the turn that the prompt's template has opened",
-            only_if={"penalty": None, "use_format": True},
-        )
+        short_groups: Literal["drop", "keep"] = param("drop", "groups below the group size")
+        error_keyword: str = param("error", "text that marks a failing tool response, in any case", only_if=_ERROR)
+        tool_tags: tuple[str, ...] = param(_TOOL, "opening and closing tag of a tool response", only_if=_ERROR)
+        answer_tags: tuple[str, ...] = param(("<answer>", "</answer>"), "tags of an answer block", only_if=_FORMAT)
+        turn_tags: tuple[str, ...] = param(_TURN, "tags of an assistant turn", only_if=_FORMAT)
+        count_first_turn: bool = param(True, "the turn that the prompt's template opened counts", only_if=_FORMAT)
 
         def check(self) -> None:
             for name in ("tool_tags", "answer_tags", "turn_tags"):

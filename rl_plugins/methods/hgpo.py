@@ -13,6 +13,8 @@ from rl_plugins.core.params import above
 from rl_plugins.kit.agents.turns import Turns, joint, normalized, state_ids
 
 _ZERO = 1e-6  # relative difference from the mean that is rounding
+_DEEP, _BASE = {"history_length": above(0)}, {"base_group": True}
+_WEIGHED = ({"length_weight_alpha": above(0), **_DEEP}, {"length_weight_alpha": above(0), **_BASE})
 
 
 class Hgpo(Method):
@@ -40,8 +42,6 @@ class Hgpo(Method):
     rollout's reward counts as that of its last turn. A difference from the mean below 1e-6 of the return (or of 1) is
     0.
 
-    Logs: `compared_K`, share of the turns that have another one to be compared with at depth K; `abs`, mean |A|.
-
     Raises:
         ConfigError: a parameter out of range.
         MethodError: an observation that cannot be compared.
@@ -58,53 +58,27 @@ class Hgpo(Method):
     idle = (
         Idle(
             {"compared_0": 0},
-            "no two turns of a group began in the same state, so only rollouts are compared. Let the environment give "
-            "what it shows without history, time or numbering as `state` of its observation.",
+            "no two turns of a group began in the same state. Look at what the environment shows as state.",
         ),
     )
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        history_length: int = param(
-            2,
-            "K, number of earlier states that are compared: the turns that the prompt holds, a "
-            "large number for a whole conversation",
-            ge=0,
-        )
+        history_length: int = param(2, "K, earlier states that are compared: as many as the prompt holds turns", ge=0)
         gamma: float = param(0.95, "discount of later rewards, per turn", ge=0, le=1)
         mode: Literal["mean_norm", "mean_std_norm"] = param(
-            "mean_std_norm",
-            "form of the advantages: differences from the mean, or those divided by the standard deviation + eps",
+            "mean_std_norm", "differences from the mean, also divided by std + eps"
         )
         length_weight_alpha: float = param(
-            1.0,
-            "alpha, exponent of the weights (k + weight_offset)^alpha of depth k; 0: equal weights",
-            ge=0,
-            only_if=({"history_length": above(0)}, {"base_group": True, "weight_offset": above(1)}),
+            1.0, "alpha of the weights w_k", ge=0, only_if=(_DEEP, {**_BASE, "weight_offset": above(1)})
         )
-        weight_offset: int = param(
-            1,
-            "offset of the depth in these weights: 1 as the paper or 2 as the released code",
-            ge=1,
-            only_if=(
-                {"length_weight_alpha": above(0), "history_length": above(0)},
-                {"length_weight_alpha": above(0), "base_group": True},
-            ),
-        )
-        drop_zero: bool = param(
-            True,
-            "removal of entries of exactly 0 from the weighted mean (paper and code)",
-            only_if=({"history_length": above(0)}, {"base_group": True}),
-        )
-        base_group: bool = param(False, "comparison with all turns of the group as an additional entry of weight 1")
+        weight_offset: int = param(1, "offset of k in w_k: 1 (paper) or 2 (code)", ge=1, only_if=_WEIGHED)
+        drop_zero: bool = param(True, "A_k of exactly 0 leave the mean", only_if=(_DEEP, _BASE))
+        base_group: bool = param(False, "comparison with all turns of the group as an entry of weight 1")
         single_group: Literal["zero", "reward"] = param(
-            "zero",
-            "base_group entry of a group with a single turn: 0, or its reward (code)",
-            only_if={"base_group": True},
+            "zero", "base entry of a group with one turn: 0 or its reward", only_if=_BASE
         )
-        invalid_action_penalty_coef: float = param(
-            0.1, "penalty on reward and return of a turn whose action could not be understood", ge=0
-        )
+        invalid_action_penalty_coef: float = param(0.1, "penalty of a turn whose action was not understood", ge=0)
         eps: float = param(1e-6, "constant added to the standard deviation and to the sum of weights", gt=0)
 
     def advantages(self, rollouts: Rollouts) -> Tensor:

@@ -55,8 +55,8 @@ class LinearTS(Method):
 
     The last five are 0 until they are known.
 
-    `rule: contest` is the score of ContestTrade (arXiv 2508.00554) without its predictor, a risk-adjusted bandit
-    without guarantees: of the last `window` rewards of each arm,
+    `rule: contest` is the score of ContestTrade (arXiv 2508.00554) without its predictor: of the last `window` rewards
+    of each arm,
 
         s_a = (mean_a - mean of all arms' rewards) / max(deviation_a, deviation_floor)
         weight of a = (1 - exploration) max(s_a, 0) / sum_b max(s_b, 0) + exploration / arms
@@ -73,9 +73,6 @@ class LinearTS(Method):
 
     State: precision, mean, the last rewards and mean reward per arm, carried-over remainders, the position in each
     arm's order, and the values of the context. All draws are from `self.rng`.
-
-    Logs: per arm (the first 16 in alphabetical order) `share/<value>` of the batch's prompts and `reward/<value>`;
-    `reward`, mean over arms; `largest_share`.
 
     Raises:
         ConfigError: no such column, one value, or more than 1000; a stream; a parameter out of range.
@@ -94,30 +91,22 @@ class LinearTS(Method):
     class Params(MethodParams):
         column: str = param("", "dataset column whose values are the arms, for example `domain`; required")
         rule: Literal["thompson", "contest"] = param(
-            "thompson", "rule for the weights: posterior draws, or mean divided by deviation of the last rewards"
+            "thompson", "posterior draws, or mean divided by deviation of the last rewards"
         )
         reward: Literal["informative", "gain"] = param(
-            "informative", "reward of an arm: share of its groups with unequal rewards, or increase of its mean reward"
+            "informative", "share of an arm's groups with unequal rewards, or gain of its mean"
         )
         context: tuple[str, ...] = param(
-            (CONSTANT,),
-            "entries of x: constant, progress, reward, informative, length, truncated, or "
-            "method/name of a value logged in optimizer steps",
-            only_if=THOMPSON,
+            (CONSTANT,), "entries of x: constant, progress, .., or method/name of a logged value", only_if=THOMPSON
         )
         draws: int = param(
-            1,
-            "number of posterior draws per batch; 1: a whole batch comes from one arm (paper), more: a mix",
-            ge=1,
-            only_if=THOMPSON,
+            1, "posterior draws per batch; 1: one arm makes the batch (paper), more: a mix", ge=1, only_if=THOMPSON
         )
         prior_variance: float = param(10.0, "prior variance of each entry of theta", gt=0, only_if=THOMPSON)
         noise_variance: float = param(0.5, "s2, noise variance of a reward", gt=0, only_if=THOMPSON)
         window: int = param(5, "number of last rewards of an arm that count", ge=1, only_if=CONTEST)
         deviation_floor: float = param(0.01, "smallest deviation used as divisor", gt=0, only_if=CONTEST)
-        exploration: float = param(
-            0.1, "share of the batch that is divided equally among all arms", ge=0, le=1, only_if=CONTEST
-        )
+        exploration: float = param(0.1, "share of the batch that all arms get equally", ge=0, le=1, only_if=CONTEST)
 
         def check(self) -> None:
             if not self.column:

@@ -15,14 +15,14 @@ from rl_plugins import Groups, Idle, Method, MethodError, MethodParams, Rollouts
 from rl_plugins.kit.agents.turns import joint, normalized
 
 _CLOSE = 1e-6  # a host may hold rewards in float32, where 0.1 is above 0.1
+_OUTCOME = {"sub_reward": "outcome"}
 
 
 class MGrpo(Method):
     """GRPO for a main agent that delegates to sub-agents: groups by role, and trajectories aligned to fixed numbers.
 
-    Reconstruction: the alignment of trajectories and the treatment of a query without delegation are ours, because the
-    code does not have them and we could not read the text. Rewards and the sub-agent's format rule come from the
-    authors' code, groups per query and agent from the paper.
+    Reconstruction: the alignment of trajectories and the treatment of a query without delegation are ours. Rewards and
+    the sub-agent's format rule come from the authors' code, groups per query and agent from the paper.
 
     For a query, K rollouts of the main agent M are made; rollout k calls sub-agents d_k >= 0 times, and every call has
     its own trajectory and its own row. With the reward R_k of rollout k's main row and the format score f in {0, 1} of
@@ -49,9 +49,6 @@ class MGrpo(Method):
     equal rewards give 0. Several kinds of sub-agents form separate groups and share the D places. Without delegation
     this is GRPO on M.
 
-    Logs: `reward_main`, `reward_sub`, means; `calls`, mean d_k; `dropped`, share of the sub-agents' rows that left;
-    `copies`, share of the aligned batch; `without_calls`, share of the rollouts.
-
     Raises:
         ConfigError: a parameter out of range.
         MethodError: rows do not say their agent, or no row is the main agent's.
@@ -67,8 +64,7 @@ class MGrpo(Method):
     idle = (
         Idle(
             {"calls": 0},
-            "no sub-agent was called, so all rows belong to the main agent. Check the prompt's "
-            "instructions for calls, and `parse` of m_grpo_rollout or your agent loop.",
+            "no sub-agent was called. Check the prompt's instructions for calls, and `parse` of m_grpo_rollout.",
         ),
     )
     min_group_size = 2
@@ -78,24 +74,15 @@ class MGrpo(Method):
         main_agent: str = param("main", "name of the main agent in `agent_column`")
         agent_column: str = param("agent", "name of the column with each row's agent")
         sub_reward: Literal["outcome", "own"] = param(
-            "outcome",
-            "source of a sub-agent's reward: its format and the main agent's outcome (code), or its own reward",
+            "outcome", "a sub-agent's format and the main agent's outcome (code), or its own"
         )
-        right_above: float = param(0.1, "reward above which the main agent is right", only_if={"sub_reward": "outcome"})
-        sub_right: float = param(
-            1.0, "reward of a well-formed sub-agent whose main agent is right", only_if={"sub_reward": "outcome"}
-        )
-        sub_wrong: float = param(
-            0.1, "reward of a well-formed sub-agent whose main agent is wrong", only_if={"sub_reward": "outcome"}
-        )
+        right_above: float = param(0.1, "reward above which the main agent is right", only_if=_OUTCOME)
+        sub_right: float = param(1.0, "reward of a well-formed sub-agent if the main agent is right", only_if=_OUTCOME)
+        sub_wrong: float = param(0.1, "reward of a well-formed sub-agent if the main agent is wrong", only_if=_OUTCOME)
         std_eps: float = param(1e-6, "constant added to the standard deviation", gt=0)
-        align: bool = param(
-            True, "alignment of the sub-agents' rows to `sub_per_rollout` for every rollout; false: all rows stay"
-        )
+        align: bool = param(True, "alignment to `sub_per_rollout` rows per rollout; false: all rows stay")
         sub_per_rollout: int = param(4, "D, number of sub-agents' rows of a rollout in the aligned batch (ours)", ge=1)
-        fill_empty: bool = param(
-            True, "replacement of missing rows by rows of the query's other rollouts (ours)", only_if={"align": True}
-        )
+        fill_empty: bool = param(True, "rows of other rollouts replace missing ones (ours)", only_if={"align": True})
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

@@ -36,11 +36,6 @@ class McGrpo(Method):
     has A = 0 exactly and still loses its pivot. With two reward levels MAD is always 0, and rollouts off the median get
     +-1/mad_eps; the method warns. Evaluation is the host's.
 
-    Logs: `mad_zero`, share of the groups with MAD = 0; `max_abs_advantage`; `sign_changed`, share of the rows whose
-    advantage has the opposite sign of that of the group's mean baseline.
-
-    Raises:
-        ConfigError: a parameter out of range.
 
     Source: arXiv 2601.22582, equations for the advantage and the pivot; `src/open_r1/grpo_trainer_math.py` and
     `grpo_trainer_gsm.py`, advantage block of `_generate_and_score_completions`, for `mad_eps`, ties and compensation.
@@ -57,19 +52,11 @@ class McGrpo(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         scale: Literal["mad", "none", "std"] = param(
-            "mad", "divisor of the advantages: MAD + mad_eps (paper), none, or the group's standard deviation + mad_eps"
+            "mad", "divisor of the advantages: MAD + mad_eps (paper), none, or std + mad_eps"
         )
-        mad_eps: float = param(
-            1e-3, "constant added to the divisor of the advantages", gt=0, only_if={"scale": ("mad", "std")}
-        )
-        zero_compensation: bool = param(
-            False, "scaling of a group's non-zero advantages by group size / their number (GSM8K trainer)"
-        )
-        advantage_clip: float | None = param(
-            None,
-            "limit of |advantage|; none: no limit (paper). Try 3 to 10 if mad_zero or max_abs_advantage is large",
-            gt=0,
-        )
+        mad_eps: float = param(1e-3, "constant added to the divisor", gt=0, only_if={"scale": ("mad", "std")})
+        zero_compensation: bool = param(False, "non-zero advantages times group size / their number (GSM8K trainer)")
+        advantage_clip: float | None = param(None, "limit of |advantage|; none: no limit (paper)", gt=0)
 
     def budget(self, budget: Budget, run: Run) -> Budget:
         low, high = (made + groups for made, groups in zip(budget.generated, budget.prompts, strict=True))

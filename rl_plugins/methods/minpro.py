@@ -15,7 +15,7 @@ class Minpro(Method):
     """Minimum Prefix Ratio policy optimization: damps each token by the smallest importance ratio of its prefix.
 
     Reconstruction: we found no official code and no clip values, and the value for a token without a prefix comes from
-    a third-party implementation. `disagreements` gives the reasons for our defaults.
+    a third-party implementation.
 
     Per token t of a row (nothing crosses rows):
 
@@ -24,10 +24,7 @@ class Minpro(Method):
         w_t    = stop_gradient(clip(M_t rho_t, 1 - clip_low, 1 + clip_high))
         loss_t = -w_t A_t lp_t,   so   d loss / d lp_t = -w_t A_t / N             # N as the host normalizes
 
-    The exact weight of a token sampled off-policy contains the product of all ratios before it, whose variance grows
-    with the length. M replaces it without a product: once one token of the prefix has become unlikely, all later tokens
-    have less weight. It is CISPO with log M subtracted from the rollout log-probs; on-policy (all ratios 1) it is
-    REINFORCE.
+    It is CISPO with log M subtracted from the rollout log-probs; on-policy (all ratios 1) it is REINFORCE.
 
     Symbols: lp (rows, time) log-probs in nats, with gradient, in the model's dtype; lp^rollout those of the
     distribution the engine sampled from; A (rows, time) advantages, here any estimator's (the paper's is GRPO's, one
@@ -37,11 +34,6 @@ class Minpro(Method):
     minimum and have loss and gradient 0 for any log-probs. A token without a known rollout log-prob uses its old
     log-prob.
 
-    Logs: over trained tokens, `weight_mean` and `weight_min` (w), `clipped` (share with M rho outside of the clip
-    range), `prefix_min` (mean of M).
-
-    Raises:
-        ConfigError: a parameter out of range.
 
     Source: arXiv 2601.22718, the MinPRO objective; the loss is verl's `compute_policy_loss_cispo` on M rho.
     """
@@ -56,12 +48,8 @@ class Minpro(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        clip_low: float = param(
-            1.0, "lower clip range: the weight is at least 1 - clip_low; 1: no lower bound (ours)", ge=0, le=1
-        )
-        clip_high: float = param(
-            4.0, "upper clip range: the weight is at most 1 + clip_high (ours)", ge=0, allow_inf=True
-        )
+        clip_low: float = param(1.0, "lower clip range of the weight; 1: no lower bound (ours)", ge=0, le=1)
+        clip_high: float = param(4.0, "upper clip range of the weight (ours)", ge=0, allow_inf=True)
         # two such log-ratios are added before exp: 80 still fits into float32
         log_ratio_limit: float = param(LOG_RATIO_LIMIT, "limit of |log-ratio|, in nats", gt=0, le=40)
 

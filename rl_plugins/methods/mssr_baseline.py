@@ -33,20 +33,16 @@ class MssrBaseline(Tracked):
     exp(d) - d - 1, d = log pi_ref - log pi_old. `rho` fixes it.
 
     `plan` asks for one rollout per prompt for any group size of the host, and the driver fills the batch with further
-    prompts: as many rows, group size times as many prompts. The dataset needs as many prompts as a batch has rows;
-    otherwise the batch is not full.
+    prompts: as many rows, group size times as many prompts.
 
     Symbols: rewards, raw, A, v (rows,) float64; a, b (dataset size,) float64, keyed by dataset row. All rows of a batch
     read the counts of the batch before; their outcomes then count one after the other, in the order of the plan. A
     rollout of several rows counts once, with the mean of their rewards.
 
     Special cases: a row without a reward (NaN) is left out of mean, variance and counts and has A = 0. A batch of one
-    scored row is not normalized. Equal raw values have A = 0 exactly. Foreign prompts (-1) have the initial value and
-    no counts.
+    scored row is not normalized. Foreign prompts (-1) have the initial value and no counts.
 
     State: alpha, beta, kl.
-
-    Logs: `baseline` (mean v), `error` (mean of raw^2), `rho`, `success` (share of the rollouts).
 
     Raises:
         ConfigError: a parameter out of range; a dataset without a length.
@@ -64,7 +60,7 @@ class MssrBaseline(Tracked):
 
     @dataclass(frozen=True)
     class Params(TrackerParams):
-        normalize: bool = param(True, "normalization of advantages by the batch's mean and standard deviation")
+        normalize: bool = param(True, "normalization by the batch's mean and standard deviation")
 
     def budget(self, budget: Budget, run: Run) -> Budget:
         """As many prompts as the batch has rows, if the dataset has so many."""

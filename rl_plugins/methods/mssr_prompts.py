@@ -36,8 +36,6 @@ class MssrPrompts(Tracked):
     State: alpha, beta, kl, and tried (dataset size,) 0 or 1. One draw of exponential variables per generation batch,
     from `self.rng`: the smallest of variable / weight are a sample without replacement.
 
-    Logs: `weight`, mean over all prompts (0.5 at the start); `rho`; `success`, share of the rollouts.
-
     Raises:
         ConfigError: a parameter out of range; a dataset without a length.
         MethodError: more prompts are asked for than are left.

@@ -10,6 +10,8 @@ import torch
 from rl_plugins import Method, MethodParams, Rollouts, Shape, Tokens, param
 from rl_plugins.core.params import above
 
+_ON = {"entropy_weight": above(0)}
+
 
 class MssrShaping(Method):
     """Adds a bonus to the advantages of uncertain tokens, too small to turn a negative advantage positive.
@@ -19,18 +21,13 @@ class MssrShaping(Method):
         psi_it = min(entropy_weight H_it, |A_it| / cap)
         A_it  <- A_it + psi_it
 
-    The paper finds that this prevents entropy collapse in single-rollout training. psi is a constant of the update: no
-    gradient goes through it. For cap > 1 the sign of A never changes, at cap = 1 a negative A can become 0; a token
-    with A = 0 or H = 0 is unchanged, and entropy_weight = 0 changes nothing.
+    psi is a constant of the update: no gradient goes through it. For cap > 1 the sign of A never changes, at cap = 1 a
+    negative A can become 0; a token with A = 0 or H = 0 is unchanged, and entropy_weight = 0 changes nothing.
 
     Symbols: A (tokens,) float64; H (tokens,) in nats, of the policy before the update: `entropy: sampled` is -p log p
     of the sampled token alone, p = exp(log pi_old), at most 1/e = 0.368 (authors' code); `entropy: full` is the entropy
     of the next-token distribution (paper).
 
-    Logs: `bonus`, mean psi; `capped`, share of the tokens with A != 0 whose bonus is the cap.
-
-    Raises:
-        ConfigError: a parameter out of range.
 
     Source: arXiv 2512.18215, entropy-based advantage shaping; `compute_entropy_advantage_shaping` and
     `compute_token_entropy` in `verl/trainer/core_algos.py` of the authors' code.
@@ -44,13 +41,9 @@ class MssrShaping(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         entropy_weight: float = param(0.4, "alpha, weight of the entropy (paper: 0.2 to 0.6)", ge=0)
-        cap: float = param(
-            2.0, "kappa, divisor of the largest bonus, which is |A| / cap", gt=0, only_if={"entropy_weight": above(0)}
-        )
+        cap: float = param(2.0, "kappa: the largest bonus is |A| / kappa", gt=0, only_if=_ON)
         entropy: Literal["sampled", "full"] = param(
-            "sampled",
-            "entropy of the sampled token, -p log p (authors' code), or of the whole distribution (paper)",
-            only_if={"entropy_weight": above(0)},
+            "sampled", "of the sampled token, -p log p (code), or of the whole distribution (paper)", only_if=_ON
         )
 
     def __init__(self, params: MethodParams | None = None) -> None:

@@ -17,24 +17,17 @@ CUTS = "ppo_million_cuts"  # row column: cuts of the learning rate so far
 LEAST_KL = 1e-8  # nats; the ratio of samples to KL is finite at KL = 0
 SHRINK = {"action": "shrink"}
 REFUSED = {
-    "grow": (
-        "more samples per batch during a run, and neither host can change its batch after the start. Scale the config "
-        "and start again from a checkpoint's weights: rl-plugins scale CONFIG --by 2"
-    ),
-    "anchor": (
-        "a moving average of the weights as the centre of the trust region, and neither host has a second set of "
-        "weights in training or the forward pass through it. Use `action: shrink`"
-    ),
+    "grow": "a larger batch during the run, which no host has. Use rl-plugins scale CONFIG --by 2 before a run",
+    "anchor": "a moving average of the weights as centre, which no host has. Use `action: shrink`",
 }
+_SLOPE = {"action": "shrink", "test": "slope"}
 
 
 class PpoMillion(Method):
     """Watches a batch's updates as one noisy outer step, and makes that step smaller once the reward stops rising.
 
-    Reconstruction: no code was published. The paper's argument and its two cures (more samples per batch at the same
-    mini-batch, or a smaller outer step) are followed. Of its data-to-divergence ratio only the words are known, samples
-    per unit of KL; the estimator, the plateau test and the cut are ours. `rl-plugins scale` does the first cure, before
-    a run. This method logs what a batch's updates did:
+    Reconstruction: no code was published. Of the paper's data-to-divergence ratio only the words are known, samples per
+    unit of KL; the estimator, the plateau test and the cut are ours. This method logs what a batch's updates did:
 
         r_t     = exp(lp_t - lp_old_t)
         kl      = mean_t (r_t - 1 - log r_t)                    k3 estimate of KL(old policy || policy), nats per token
@@ -63,10 +56,6 @@ class PpoMillion(Method):
     State: the last `window` triples of mean reward, kl and ratio; the samples of the newest batch; the batches since
     the last cut; the number of cuts. It is deterministic.
 
-    Logs: over tokens, per update, `kl` and `clipped`; per batch `samples`, and of the batch before
-    `samples_per_nat` and its moving average `samples_per_nat_mean`; with `shrink` `plateau` (1 where the test held, 0
-    where it did not), `cuts`, and per update `lr_scale`.
-
     Raises:
         ConfigError: a parameter out of range, or `action` is `grow` or `anchor`.
 
@@ -82,7 +71,7 @@ class PpoMillion(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         action: Literal["none", "shrink", "grow", "anchor"] = param(
-            "none", "answer to a plateau: none (logs only) or a smaller learning rate; grow and anchor are refused"
+            "none", "answer to a plateau: none, or a smaller learning rate; others are refused"
         )
         clip_low: float = param(0.2, "lower clip range of the run's own loss, for the clip share", ge=0, le=1)
         clip_high: float = param(
@@ -90,18 +79,9 @@ class PpoMillion(Method):
         )
         window: int = param(20, "w, number of batches of the moving average and of the plateau test", ge=4, le=10_000)
         test: Literal["slope", "halves"] = param("slope", "test of whether the mean reward rises", only_if=SHRINK)
-        alpha: float = param(
-            0.05,
-            "level of the t-test: the smaller, the sooner a slow rise is a plateau",
-            gt=0,
-            lt=1,
-            only_if={"action": "shrink", "test": "slope"},
-        )
+        alpha: float = param(0.05, "level of the t-test", gt=0, lt=1, only_if=_SLOPE)
         kl_share: float = param(
-            0.5,
-            "share of the older half's KL that the newer half must reach: the policy still moves",
-            ge=0,
-            only_if=SHRINK,
+            0.5, "share of the older half's KL that the newer half must reach", ge=0, only_if=SHRINK
         )
         factor: float = param(2.0, "s, divisor of the learning rate at each cut", gt=1, only_if=SHRINK)
         max_cuts: int = param(4, "largest number of cuts in a run", ge=1, le=64, only_if=SHRINK)

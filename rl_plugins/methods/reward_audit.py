@@ -24,6 +24,8 @@ from rl_plugins.tools.audit.rows import Row, read_row
 MOST_FINDINGS = 1000  # of a run that are kept
 BEFORE, DURING = {"preflight": True}, {"online": True}
 Action = Literal["warn", "quarantine", "stop"]
+Function = Callable[..., Any] | None
+_CHECKED = {"verifier": FUNCTION}
 
 
 class RewardAudit(Method):
@@ -64,9 +66,6 @@ class RewardAudit(Method):
     State: counts per feature (at most `max_features`), s of the last `window` groups, findings, what is quarantined,
     hashes.
 
-    Logs: `groups`, share of groups with an s; `mean_sign`, their mean; `errors`, share of checked rollouts on which the
-    verifier disagrees; `flagged`, features; `critical`, findings so far; `quarantined`, share of rows.
-
     Raises:
         RunStopped: something is critical and the action is `stop`; on a resume the rewards are not what they were.
         MethodError: the answer column that is named does not exist.
@@ -79,13 +78,7 @@ class RewardAudit(Method):
     does = "Looks for rewards that are turned around, and takes out the rows they concern"
     problems = ("wrong_rewards",)
     needs = frozenset({"text", "column:prompt"})
-    idle = (
-        Idle(
-            {"groups": 0.0},
-            "no group had answers that differ, so nothing could be compared. Check that `answer_extractor` finds the "
-            "answers of your completions.",
-        ),
-    )
+    idle = (Idle({"groups": 0.0}, "no group had answers that differ. Check that `answer_extractor` finds them."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -93,43 +86,29 @@ class RewardAudit(Method):
         online: bool = param(True, "audit of rewards during training")
         on_preflight: Action = param("stop", "action on critical findings before training", only_if=BEFORE)
         on_training: Action = param("quarantine", "action on critical findings during training", only_if=DURING)
-        answer_column: str = param("", "dataset column of the right answer; empty: the first known one", only_if=BEFORE)
-        gold_renderer: Callable[..., Any] | None = param(
-            None,
-            "function (answer, row) that writes an answer as a completion, for example my_forms:boxed; none: seven "
-            "forms",
+        answer_column: str = param("", "column of the right answer; empty: the first known one", only_if=BEFORE)
+        gold_renderer: Function = param(
+            None, "function (answer, row) that writes an answer as a completion; none: seven forms"
         )
-        corrupter: Callable[..., Any] | None = param(
-            None,
-            "function (answer, row, rng) that returns wrong answers, for example my_forms:wrong; none: other "
-            "numbers or texts",
+        corrupter: Function = param(None, "function (answer, row, rng) that returns wrong answers; none: other numbers")
+        answer_extractor: Function = param(
+            None, "function (completion) that returns its final answer; none: the boxed or last number"
         )
-        answer_extractor: Callable[..., Any] | None = param(
-            None,
-            "function (completion) that returns its final answer, for example my_forms:final; none: what is "
-            "boxed, or the last number",
-        )
-        verifier: Callable[..., Any] | None = param(
-            None,
-            "function (row, completion) that says 1 for right and 0 for wrong, for example my_forms:check; none: "
-            "no shadow check",
-        )
+        verifier: Function = param(None, "function (row, completion): 1 is right, 0 is wrong; none: no shadow check")
         verify_share: float = param(
-            0.05, "rho, share of rollouts that the verifier judges", gt=0, le=1, only_if={"verifier": FUNCTION}
+            0.05, "rho, share of rollouts that the verifier judges", gt=0, le=1, only_if=_CHECKED
         )
         wrong_answers: int = param(2, "C, wrong answers of each row", ge=1, le=3, only_if=BEFORE)
-        max_rows: int = param(10_000, "dataset rows that are looked at; more are sampled", ge=1, only_if=BEFORE)
+        max_rows: int = param(10_000, "dataset rows that are looked at", ge=1, only_if=BEFORE)
         tol: float = param(1e-6, "largest difference of equal rewards, as a share of their span", ge=0, only_if=BEFORE)
         tol_stochastic: float = param(
-            0.0, "allowed difference of two calls, as a share of the reward's span", ge=0, only_if=BEFORE
+            0.0, "allowed difference of two calls, as a share of the span", ge=0, only_if=BEFORE
         )
         tau: float = param(0.85, "Jaccard index of nearly equal prompts", gt=0, le=1, only_if=BEFORE)
         delta: float = param(
             0.5, "difference of two rewards that is told, as a share of the span", gt=0, only_if=BEFORE
         )
-        declared_prompt_features: tuple[str, ...] = param(
-            (), "features of the prompt that the reward may depend on", only_if=BEFORE
-        )
+        declared_prompt_features: tuple[str, ...] = param((), "features that the reward may depend on", only_if=BEFORE)
         n_min: int = param(8, "fewest groups of a feature that is tested", ge=2, only_if=DURING)
         alpha: float = param(0.01, "level of the tests", gt=0, lt=1, only_if=DURING)
         window: int = param(20_000, "W, groups that the statistics remember", ge=16, only_if=DURING)
@@ -138,7 +117,7 @@ class RewardAudit(Method):
         source_column: str = param(
             "data_source", "column inside whose values the permutation test draws", only_if=DURING
         )
-        allow_change: bool = param(False, "permission for a resumed run to have other reward code, data or config")
+        allow_change: bool = param(False, "a resumed run may have other reward code, data or config")
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

@@ -32,12 +32,6 @@ class RollartRedundancy(Method):
     the spread of the times. The logs compare rollouts that are kept with those that were closed. A limit that is
     learned from episodes (`turn_control` without a `limit`) sees only those that are kept.
 
-    State: none.
-
-    Logs, means over the groups of a batch: `closed`, rollouts of a prompt that were closed before their end; `failed`,
-    rollouts that failed; `kept_turns`, `closed_turns`, generations of a rollout; `kept_tokens`, `closed_tokens`, tokens
-    that it generated. Of closed rollouts these are numbers so far, and tokens under way are not known.
-
     Source: arXiv 2512.22560, redundant environments; `GroupQueue` of alibaba/ROLL, commit 8eb27cc2, starts G + x
     rollouts and completes a group with G.
     """

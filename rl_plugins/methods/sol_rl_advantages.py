@@ -25,10 +25,6 @@ class SolRlAdvantages(Method):
     Special cases: rollouts without a reward (NaN) do not count and have the advantage 0, and so has a prompt of equal
     rewards, exactly. The advantages of a prompt sum to 0. In a batch of one prompt both deviations are the same.
 
-    Logs: `sigma`, of the batch, or its mean over the prompts.
-
-    Raises:
-        ConfigError: a parameter out of range.
 
     Source: arXiv 2604.06916; `PerPromptStatTracker.update` in `diffusion/flow_grpo/stat_tracking.py` of the authors'
     code.

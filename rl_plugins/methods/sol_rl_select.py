@@ -37,11 +37,6 @@ class SolRlSelect(Method):
 
     State: what was planned, from `plan` to `select` of one batch. The modes with chance draw from `self.rng`.
 
-    Logs: `left`, rollouts that leave; `pool_reward` and `kept_reward`, means; `pool_std` and `kept_std`, mean over the
-    groups of the (population) deviation of the rewards.
-
-    Raises:
-        ConfigError: a parameter out of range.
 
     Source: arXiv 2604.06916, two-stage rollout; `select_indices_by_mode` in `train_scripts/sol_rl/train_utils.py` of
     the authors' code, read in a fork at db67d46.

@@ -1,5 +1,4 @@
-"""UI-S1 (arXiv 2509.11543): semi-online rollouts on recorded trajectories, with patches for wrong actions and a row per
-turn."""
+"""UI-S1 (arXiv 2509.11543): semi-online rollouts on recorded trajectories, with a row per turn."""
 
 from __future__ import annotations
 
@@ -13,10 +12,11 @@ from rl_plugins.core.redundancy import independent
 from rl_plugins.core.requests import Called
 from rl_plugins.methods.ui_s1.episode import ExpertStep, SemiOnlineEpisode
 
+Function = Callable[..., Any] | None
+
 
 class UiS1Rollout(Method):
-    """Makes semi-online rollouts on recorded expert trajectories. Name it before `ui_s1`, which computes their
-    advantages.
+    """Makes semi-online rollouts on recorded expert trajectories. Name it before `ui_s1`.
 
     A task is a dataset row with the recorded turns (observation o_k, expert's response e_k) in the column `expert`. At
     turn k (a step in the paper) the policy reads the prompt, the history and o_k and responds y_k:
@@ -37,8 +37,6 @@ class UiS1Rollout(Method):
     Special cases: a `match` that fails or takes too long ends the rollout: its last turn has no reward (NaN) and no
     advantage.
 
-    Logs: `steps` (turns) and `patches` per rollout, `match_failed`.
-
     Raises:
         ConfigError: a parameter out of range.
         MethodError: no recorded turns in the row, or more than `max_steps` (every turn is a row of the batch).
@@ -57,20 +55,9 @@ class UiS1Rollout(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        column: str = param(
-            "expert", "name of the column with the recorded turns: [observation, response] pairs or mappings"
-        )
-        match: Callable[..., Any] | None = param(
-            None,
-            "function match(response, expert, columns) that returns (matched, reward), for "
-            "example my_task:match; none: equal texts, with reward 1 or 0",
-        )
-        write: Callable[..., Any] | None = param(
-            None,
-            "function write(messages, history, observation) that returns messages, with "
-            "(observation, response) pairs in `history`, for example my_task:write; none: "
-            "observation and response in turn",
-        )
+        column: str = param("expert", "column with the recorded turns: [observation, response] pairs or mappings")
+        match: Function = param(None, "function match(response, expert, columns): (matched, reward); none: equal")
+        write: Function = param(None, "function write(messages, history, observation): messages; none: in turn")
         max_patches: int = param(1, "most wrong responses of a rollout that are replaced by the expert's", ge=0)
         max_steps: int = param(16, "most turns of a task, each a row of the batch", ge=1)
         step_tokens: int | None = param(None, "most tokens of a response; none: the completion length", ge=1)

@@ -16,6 +16,8 @@ from rl_plugins.core.rollouts import Budget
 from rl_plugins.kit.priors import PriorParams, make_prior
 
 Array = NDArray[np.float64]
+_SPLIT = {"allocation": ("greedy", "exact")}
+Prior = Literal["nearest", "running_mean", "beta", "column"] | Callable[..., Any]
 
 
 class V0(Method):
@@ -46,10 +48,6 @@ class V0(Method):
 
     State: that of the prior. Random draws only choose which rollouts of a batch larger than the context stay in it.
 
-    Logs: `predicted`, mean p of the batch; `auc`, probability that a successful rollout's prompt was predicted higher
-    than a failed one's (0.5: no information); `brier`, mean squared error of p; `mixed`, share of the groups with both
-    outcomes; `utility`, sum of U over that of equal budgets, as predicted; `most`, rollouts of the largest group.
-
     Raises:
         ConfigError: a parameter out of range or without effect, or min_rollouts > group size.
         MethodError: a plan too small for min_rollouts each; the prior fails or leaves [0, 1].
@@ -65,9 +63,7 @@ class V0(Method):
     needs = frozenset({"prompt_index"})
     idle = (
         Idle(
-            {"utility": 1},
-            "budgets have no higher utility than equal ones: the predictions of a batch are equal "
-            "(`prior`), or `min_rollouts` and `max_rollouts` leave no choice.",
+            {"utility": 1}, "budgets are no better than equal ones. Look at `prior`, `min_rollouts` and `max_rollouts`."
         ),
     )
     keeps_batch_size = True  # rollouts are moved between prompts, not taken away
@@ -75,23 +71,12 @@ class V0(Method):
 
     @dataclass(frozen=True)
     class Params(PriorParams):
-        prior: Literal["nearest", "running_mean", "beta", "column"] | Callable[..., Any] = param(
-            "nearest",
-            "source of the predicted success rates: one of these, or a function "
-            "values(prompts, context), for example my_model:values",
-        )
+        prior: Prior = param("nearest", "source of p: one of these, or a function values(prompts, context)")
         allocation: Literal["greedy", "exact", "uniform"] = param(
-            "greedy", "rule of the split: best single rollout (paper), a dynamic program, or the host's own plan"
+            "greedy", "best single rollout (paper), a dynamic program, or the host's plan"
         )
-        min_rollouts: int = param(
-            2, "smallest number of rollouts of a prompt", ge=2, only_if={"allocation": ("greedy", "exact")}
-        )
-        max_rollouts: int = param(
-            128,
-            "largest number of rollouts of a prompt; 2 to 4 group sizes are advisable",
-            ge=2,
-            only_if={"allocation": ("greedy", "exact")},
-        )
+        min_rollouts: int = param(2, "smallest number of rollouts of a prompt", ge=2, only_if=_SPLIT)
+        max_rollouts: int = param(128, "largest number of rollouts of a prompt", ge=2, only_if=_SPLIT)
         success_threshold: float = param(0.5, "lowest reward that counts as a success")
 
         def check(self) -> None:

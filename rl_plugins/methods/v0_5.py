@@ -16,6 +16,8 @@ from rl_plugins.core.rollouts import MAX_ROUNDS, Budget, PerRollout
 from rl_plugins.kit.priors import PriorParams, make_prior
 
 _EPS = 1e-4  # added to what advantages are divided by
+_MORE = {"cost": (None, below(math.inf))}
+Prior = Literal["running_mean", "nearest", "constant", "column"] | Callable[..., Any]
 
 
 class V05(Method):
@@ -47,9 +49,6 @@ class V05(Method):
 
     State: that of the prior. Random draws only choose the context's sample of a large batch.
 
-    Logs: `believed`, share of the groups with w = 0 (the prior is trusted); `data_weight`, mean w; `rollouts`, mean k;
-    `prior_error`, mean |m - V|; `unknown`, share of the groups without a prior.
-
     Raises:
         ConfigError: a parameter out of range or without effect, more rounds than a batch may have, k_init > group size.
         MethodError: the prior fails (see `rl_plugins.kit.services`).
@@ -66,43 +65,26 @@ class V05(Method):
     rounds = True
     idle = (
         Idle(
-            {"unknown": 1},
-            "the prior has no value for any prompt, so the baseline is the group's mean. Look at `prior`.",
+            {"unknown": 1}, "the prior has no value for any prompt: the baseline is the group's mean. Look at `prior`."
         ),
     )
     decides_rollouts = True
 
     @dataclass(frozen=True)
     class Params(PriorParams):
-        prior: Literal["running_mean", "nearest", "constant", "column"] | Callable[..., Any] = param(
-            "running_mean",
-            "source of a prompt's predicted reward: one of these, or a function values(prompts, "
-            "context), for example my_model:values",
-        )
-        prior_value: float | None = param(
-            None, "predicted reward of every prompt, for example 0.5; required with it", only_if={"prior": "constant"}
-        )
+        prior: Prior = param("running_mean", "source of V: one of these, or a function values(prompts, context)")
+        prior_value: float | None = param(None, "V of every prompt; required", only_if={"prior": "constant"})
         k_init: int = param(4, "number of first rollouts of every prompt (paper: 1 and 2 do not converge)", ge=1)
-        k_max: int = param(
-            16, "largest number of rollouts of a prompt", ge=1, only_if={"cost": (None, below(math.inf))}
-        )
-        increment: int = param(
-            1,
-            "number of rollouts added per round; 4 saves rounds on batched engines",
-            ge=1,
-            only_if={"cost": (None, below(math.inf))},
-        )
+        k_max: int = param(16, "largest number of rollouts of a prompt", ge=1, only_if=_MORE)
+        increment: int = param(1, "rollouts added per round", ge=1, only_if=_MORE)
         cost: float | None = param(
-            None,
-            "gain above which another rollout is made; none: s2 / k_max^2 (paper); inf: never",
-            ge=0,
-            allow_inf=True,
+            None, "gain above which another rollout is made; none: s2 / k_max^2; inf: never", ge=0, allow_inf=True
         )
         reward_low: float = param(0.0, "lowest possible reward")
         reward_high: float = param(1.0, "highest possible reward")
         leave_one_out: bool = param(False, "exclusion of the rollout itself from mean and k (ours)")
         advantage_norm: Literal["none", "group", "batch"] = param(
-            "none", "scope of the root mean square that divides A: none, the group, or the batch (ours)"
+            "none", "scope of the root mean square that divides A (ours)"
         )
 
         def check(self) -> None:

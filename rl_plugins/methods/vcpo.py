@@ -16,6 +16,7 @@ Aggregate = Literal["mean", "median", "winsorized"]
 LOWER, UPPER = 0.05, 0.95  # quantiles of `winsorized`
 POWERS = {"none": (0.0, 0.0), "paper": (2.0, 0.0), "code": (2.0, 2.0)}  # of the weight and of the truncated one
 OPOB = {"baseline": "opob"}
+_SCALED = {"lr_scale": ("sqrt", "linear")}
 
 
 class Vcpo(Method):
@@ -55,10 +56,6 @@ class Vcpo(Method):
     that is not finite counts as 0. A token whose live log-prob is not finite has no gradient. A rollout of several rows
     counts as several rows.
 
-    Logs: `ess_ratio` (ess / B), `ess_ratio_truncated` (of wbar), `lr_scale`, `truncated` (share of rows), per optimizer
-    step; over rows, `weight_mean` (wbar), `geometric_mean` (mean of w_i^(1/L_i)), `k3` (mean over a row's tokens of
-    r - log r - 1, r the token's ratio); `baseline_shift` (mean of (b_G - mean of the group) / s_G over rows).
-
     Raises:
         ConfigError: a parameter out of range, or `gradnorm: exact`.
 
@@ -76,31 +73,22 @@ class Vcpo(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        lr_scale: Literal["sqrt", "linear", "none"] = param(
-            "sqrt", "rule that scales the learning rate with the effective sample size"
-        )
+        lr_scale: Literal["sqrt", "linear", "none"] = param("sqrt", "rule that scales the learning rate with ess / B")
         base_ess_ratio: float = param(
-            1.0,
-            "lowest share of effective rows at which the learning rate is the host's (authors: 1 "
-            "for maths, 0.55 with tools)",
-            gt=0,
-            le=1,
-            only_if={"lr_scale": ("sqrt", "linear")},
+            1.0, "lowest ess / B at which the learning rate is the host's", gt=0, le=1, only_if=_SCALED
         )
         truncation: float = param(8.0, "upper bound of the weight of a row in the loss", gt=0, allow_inf=True)
         baseline: Literal["opob", "group", "none"] = param(
-            "opob", "baseline that is subtracted from rewards; opob needs whole groups in every optimizer step"
+            "opob", "subtracted from rewards; opob needs whole groups in every step"
         )
         gradnorm: Literal["length", "proxy", "exact"] = param(
-            "length", "estimate of the norm of a row's gradient; exact is refused", only_if=OPOB
+            "length", "estimate of n_i; exact is refused", only_if=OPOB
         )
         weight_power: Literal["paper", "code", "none"] = param(
-            "paper", "power of a row's weight in the baseline: once (paper), twice (code), or not at all", only_if=OPOB
+            "paper", "power of w_i in the baseline: once (paper), twice (code), none", only_if=OPOB
         )
         normalize_by_length: bool = param(False, "division of W by L^2", only_if=OPOB)
-        aggregate: Aggregate = param(
-            "mean", "statistic that makes the baseline from the rewards of a group", only_if=OPOB
-        )
+        aggregate: Aggregate = param("mean", "statistic that makes the baseline of a group", only_if=OPOB)
         norm_by_std: bool = param(True, "division of rewards by the population deviation of their group")
 
         def check(self) -> None:

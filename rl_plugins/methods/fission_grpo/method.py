@@ -16,13 +16,14 @@ from rl_plugins.core.params import GIVEN
 from rl_plugins.kit.services import Failure, NotAsked, Service, failures
 from rl_plugins.methods.fission_grpo.calls import GENERIC, as_calls, leaks, read_calls, simulate
 
+_ERRORS = {"message": GIVEN}
+
 
 class FissionGrpo(Method):
     """Turns an error of the policy into a prompt: the failed call and the tool's message about it.
 
-    Reconstruction: the authors' repository holds no code, and their group sizes, trigger, thresholds and trained error
-    simulator (a 32B model) were not published; ours are used here. The variant with one update per batch is ours, too:
-    here recovery prompts join the next batch, while the paper generates and updates separately.
+    Reconstruction: the authors' repository holds no code. Group sizes, trigger, thresholds and the error simulator are
+    ours, and recovery prompts join the next batch, where the paper updates separately.
 
     After each generation batch, for each rollout that is an error (reward < error_threshold, or, with `error_column`,
     an error text of its own), at most `max_per_prompt` of a prompt:
@@ -52,9 +53,6 @@ class FissionGrpo(Method):
 
     State: the pool (prompt, digest of the error, row of the dataset, batch, depth), at most `capacity` entries.
 
-    Logs: `errors`, share of the rollouts; `pushed`, `served`, `dropped` entries; `pool`, its size; `leaks` and
-    `failed`, messages replaced; `recovered`, share of the recovery rollouts that are no errors; `reward`, their mean.
-
     Raises:
         ConfigError: a parameter out of range, or a reward function the run does not have.
 
@@ -67,13 +65,9 @@ class FissionGrpo(Method):
     problems = ("agents", "no_signal")
     idle = (
         Idle(
-            {"served": 0},
-            "no recovery prompt was trained. No completion is an error (fission_grpo/errors, "
-            "`error_threshold`), the pool is smaller than `trigger` (fission_grpo/pool), or "
-            "`share` of a batch is less than one group (`group_size`).",
+            {"served": 0}, "no recovery prompt was trained. Look at `errors` and `pool`, and at `trigger` and `share`."
         ),
     )
-
     state_version = 2  # entries have the digest of their error
 
     @dataclass(frozen=True)
@@ -85,21 +79,15 @@ class FissionGrpo(Method):
         capacity: int = param(256, "most entries of the pool (ours)", ge=1)
         max_age: int = param(4, "largest age of an entry, in batches (ours)", ge=1)
         max_per_prompt: int = param(1, "most errors of a prompt that are kept per batch (ours)", ge=1)
-        max_depth: int = param(1, "most recoveries in a row; 1: a failed recovery is not tried again (ours)", ge=1)
+        max_depth: int = param(1, "most recoveries in a row; 1: none for a failed one (ours)", ge=1)
         max_characters: int = param(20_000, "most characters of a recovery's messages (ours)", ge=1)
         error_threshold: float = param(0.5, "lowest reward that is not an error (ours)")
-        correctness: str | None = param(
-            None, "name of the reward function that identifies errors; none: the total reward"
-        )
-        error_column: str | None = param(None, "name of the column of the rows with the environment's own error text")
+        correctness: str | None = param(None, "reward function that identifies errors; none: the total reward")
+        error_column: str | None = param(None, "column of the rows with the environment's own error text")
         message: Callable[..., Any] | None = param(
-            None,
-            "function message(error), with prompt, answer, gold and tools in the dict `error`, "
-            "that returns text, for example my_tools:simulate; none: built-in rules",
+            None, "function message(error), a dict with prompt, answer, gold, tools; none: rules"
         )
-        message_timeout: float = param(
-            60.0, "time limit of one call of `message`, in seconds", gt=0, only_if={"message": GIVEN}
-        )
+        message_timeout: float = param(60.0, "time limit of a call of `message`, in s", gt=0, only_if=_ERRORS)
         prompt_column: str = param("prompt", "dataset column with the prompt")
         gold_column: str | None = param(None, "dataset column with the right calls")
         tools_column: str | None = param(None, "dataset column with the schemas of the tools")

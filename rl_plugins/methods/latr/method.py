@@ -38,10 +38,6 @@ class Latr(Method):
     the other. Tokens of the tree are `Kind.FORCED`: they were not sampled from a distribution of the engine, so
     corrections by its log-probs are refused. All other tokens are sampled and have log-probs.
 
-    Logs: `eta`; per prompt `branches` (alive at the end, without copies), `copies` (share of k), `tree_tokens` (length
-    of the tree); `pruning_ratio`, tests that fired / tests made; `unused`, share of the tokens decoded for the tree
-    that no rollout has. If `branches` and `copies` are near 1, the policy is too sure for these thresholds.
-
     Raises:
         ConfigError: a parameter out of range, `eta` and `eta_steps` that do not fit.
         MethodError: the engine does not report the most likely tokens.
@@ -58,12 +54,7 @@ class Latr(Method):
     min_group_size = 2
     forces_tokens = True
     idle = (
-        Idle(
-            {"branches": 1},
-            "no tree branched, so all rollouts of a tree are copies of one rollout (latr/copies). "
-            "Lower `tau_abs`, raise `tau_rel`, set `sample_nk: always`, or let completions be "
-            "longer.",
-        ),
+        Idle({"branches": 1}, "no tree branched: its rollouts are copies of one. Lower `tau_abs` or raise `tau_rel`."),
     )
     Params = LatrParams
 

@@ -50,12 +50,6 @@ class MGrpoRollout(Method):
     itself fails, the results of this rollout are released with a tag. The author of a claim is S with the number of
     its call, for example `sub 2`.
 
-    Logs: per rollout `calls`, `turns` of M, `agent_turns` and `agent_tokens` of all agents, `messages` (tasks and
-    results); `parse_failed`; `message_density`, messages per turn of all agents; `redundancy`, overlap of the words of
-    S's results and M's last turn; with `contract`: `invalid`, share of rejected results; with `guard`: `sent_back`,
-    `rejected` and `unverified` claims, `verified` and `calls_failed`, calls of the verifier and those of any callable
-    without a usable answer, per rollout, `guard_failed`; with `guard_log`: `log_failed`, share that was not written.
-
     Raises:
         ConfigError: a parameter out of range, or `contract` makes no contract.
 

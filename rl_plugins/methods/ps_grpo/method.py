@@ -11,27 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins import (
-    ConfigError,
-    Idle,
-    Method,
-    MethodError,
-    MethodParams,
-    Plan,
-    PromptPool,
-    Rollouts,
-    Run,
-    StateError,
-    param,
-)
+from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, StateError, param
 from rl_plugins.core.errors import shown
 from rl_plugins.core.params import above
-from rl_plugins.core.rollouts import Budget
+from rl_plugins.core.rollouts import Budget, Plan, PromptPool, Rollouts, Run
 from rl_plugins.kit.priors import cell
 from rl_plugins.kit.services import number
 from rl_plugins.methods.ps_grpo.texts import Ids, Matrix, Texts, Vocabulary
 
 _SIMILARITY = number(0, 1)
+_SAMPLED, _LABELS = {"compare": "sampled"}, {"gamma": above(0)}
 
 
 class PsGrpo(Method):
@@ -74,10 +63,6 @@ class PsGrpo(Method):
     State: numbers of the sets that are still to come in this epoch, and the epoch. The order of an epoch and the
     sampled comparisons come from `self.rng`.
 
-    Logs: `consistency`, mean r; `accuracy`, mean Acc; `alone`, share of the rollouts; `distinct_answers`, different
-    ones among the most frequent answers of all sets, divided by the sets (falls when one answer serves every question);
-    `collapsed`, 1 if all sets have the same most frequent answer; `empty_places`, prompts that a batch lacks.
-
     Raises:
         ConfigError: a set larger than the batch; no set of two wordings; a dataset without a length or with rows that
             name no set; `alpha` and `gamma` both 0.
@@ -95,35 +80,26 @@ class PsGrpo(Method):
     idle = (
         Idle(
             {"collapsed": 1.0},
-            "all sets have the same answer, which earns the full similarity whatever the question is. Raise `gamma`, "
-            "or keep the policy near the reference policy with a KL term.",
+            "all sets have the same answer. Raise `gamma`, or keep the policy near its reference with a KL term.",
         ),
     )
     plans_stay_together = True
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        set_column: str = param("paraphrase_set_id", "dataset column that has the same value for all wordings of a set")
+        set_column: str = param("paraphrase_set_id", "dataset column with the same value for all wordings of a set")
         similarity: Literal["bleu1", "bleu2", "rougeL", "f1", "em"] | Callable[..., Any] = param(
-            "bleu2",
-            "similarity of two texts: one of these, or a function similarity(hypotheses, references), for example "
-            "my_texts:similarity",
+            "bleu2", "one of these, or a function similarity(hypotheses, references) of two lists of texts"
         )
         compare: Literal["sampled", "exact"] = param(
-            "sampled", "texts a rollout is compared with: a sample, or all of the other wordings"
+            "sampled", "texts compared with: a sample, or all of the other wordings"
         )
-        kappa: int = param(
-            3, "number of other wordings in the sample; all, if there are fewer", ge=1, only_if={"compare": "sampled"}
-        )
-        s: int = param(
-            1, "number of rollouts of each of them; all, if there are fewer", ge=1, only_if={"compare": "sampled"}
-        )
+        kappa: int = param(3, "other wordings in the sample, if there are as many", ge=1, only_if=_SAMPLED)
+        s: int = param(1, "rollouts of each of them, if there are as many", ge=1, only_if=_SAMPLED)
         alpha: float = param(1.0, "weight of the similarity", ge=0)
         gamma: float = param(1.0, "weight of the accuracy; 0: no labels are needed", ge=0)
         answer_column: str | None = param(
-            None,
-            "dataset column with the short answer, a text or a list of texts; none: the run's reward is the accuracy",
-            only_if={"gamma": above(0)},
+            None, "dataset column with the short answer or answers; none: the run's reward", only_if=_LABELS
         )
 
         def check(self) -> None:

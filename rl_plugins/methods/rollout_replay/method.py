@@ -10,21 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins import (
-    Completion,
-    Groups,
-    Idle,
-    Method,
-    MethodError,
-    MethodParams,
-    Plan,
-    PlanRow,
-    Rollouts,
-    Run,
-    Tokens,
-    param,
-)
+from rl_plugins import Groups, Idle, Method, MethodError, MethodParams, param
 from rl_plugins.core.params import below
+from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Rollouts, Run, Tokens
 from rl_plugins.methods.rollout_replay.buffer import Buffer
 
 REPLAYS = {"fresh_share": below(1)}
@@ -69,10 +57,6 @@ class RolloutReplay(Method):
 
     State: the groups, as tensors, and the delay; the draw is from `self.rng`, so a resumed run replays the same groups.
 
-    Logs: `replayed`, share of the trained rows; `staleness`, their mean and `oldest`, their largest age in published
-    weights; `stored`, groups in the buffer after the batch; `constant` and `unstorable`, share of the fresh groups that
-    were not stored because of equal rewards, or because they cannot be stored (incomplete groups included).
-
     Raises:
         MethodError: the prompt of a replayed group is not the one that its rollouts answered.
 
@@ -90,10 +74,7 @@ class RolloutReplay(Method):
     idle = (
         Idle(
             {"replayed": 0},
-            "no stored group was replayed. If `stored` is 0, all groups have equal rewards "
-            "(`constant`) or cannot be stored (`unstorable`: rollouts of the group left, or their "
-            "tokens are not known). Otherwise `max_staleness` is too small, or `start_batch` is "
-            "not reached yet.",
+            "no stored group was replayed. Look at `stored`, `constant` and `unstorable`, and at `max_staleness`.",
         ),
     )
 
@@ -102,17 +83,10 @@ class RolloutReplay(Method):
         fresh_share: float = param(0.5, "sigma, share of a batch's rows that is generated; 1: no replay", gt=0, le=1)
         buffer_groups: int = param(512, "most groups in the buffer; the oldest leave", ge=1, only_if=REPLAYS)
         max_staleness: int | None = param(
-            None,
-            "largest age of a group, in published weights, in the batch that trains it, with the "
-            "delay from plan to training as known so far; none: no limit",
-            ge=1,
-            only_if=REPLAYS,
+            None, "largest age of a group in its batch, in published weights; none: no limit", ge=1, only_if=REPLAYS
         )
         start_batch: int = param(
-            2,
-            "first generation batch with replay, counted from 0; 2: after the paper's first cycle",
-            ge=1,
-            only_if=REPLAYS,
+            2, "first batch with replay, from 0; 2: after the paper's first cycle", ge=1, only_if=REPLAYS
         )
 
     def __init__(self, params: MethodParams | None = None) -> None:

@@ -8,21 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl_plugins import (
-    Call,
-    ConfigError,
-    Generate,
-    Idle,
-    Method,
-    MethodParams,
-    Program,
-    Prompt,
-    Score,
-    Trajectory,
-    param,
-)
+from rl_plugins import ConfigError, Idle, Method, MethodParams, param
 from rl_plugins.core.params import GIVEN, above
-from rl_plugins.core.requests import Called, Generated, together
+from rl_plugins.core.requests import Call, Called, Generate, Generated, Program, Prompt, Score, Trajectory, together
 from rl_plugins.kit.agents import play
 from rl_plugins.kit.agents.environment import check_environment
 from rl_plugins.kit.services import fill, prompt_text, with_task
@@ -33,6 +21,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 Part = Generator[Any, Any, Any]
+_WAVES, _AGENT = {"waves": above(1)}, {"environment": GIVEN}
+_CALLED = (_AGENT, {"summarizer": GIVEN}, {"judge": GIVEN})
+_OWN_JUDGE, _OWN_SUMMARY = {"judge": None}, {"summarizer": None}
+Function = Callable[..., Any] | None
 
 
 class RtvPdr(Method):
@@ -68,9 +60,6 @@ class RtvPdr(Method):
     does not count; without any valid vote the winner is drawn. For an attempt too long for the summarizer, its end is
     shown. Summaries may take half of the room for an answer.
 
-    Logs: `votes`, asked; `unparsable`, share of them without a readable candidate; `agreement`, share of the votes that
-    the winner of a comparison got; `summaries_failed`, share; `refined`, share of the hard prompts.
-
     Raises:
         ConfigError: a parameter out of range or without effect.
         MethodError: an environment that cannot be reset.
@@ -90,50 +79,24 @@ class RtvPdr(Method):
     class Params(MethodParams):
         attempts: int = param(16, "N, number of rollouts of a wave", ge=1)
         waves: int = param(2, "T, number of waves; 1: only a tournament", ge=1)
-        keep: int = param(4, "K, number of summaries that the next wave reads", ge=1, only_if={"waves": above(1)})
+        keep: int = param(4, "K, number of summaries that the next wave reads", ge=1, only_if=_WAVES)
         group_size: int = param(2, "G, number of candidates of one comparison", ge=2)
         votes: int = param(8, "V, number of votes per comparison", ge=1)
         final_pool: Literal["last", "all"] = param(
-            "last", "waves whose rollouts are candidates for the answer", only_if={"waves": above(1)}
+            "last", "waves whose rollouts are candidates for the answer", only_if=_WAVES
         )
         training: Literal["plain", "refined", "hard"] = param("plain", "kind of training rollouts")
-        hard_below: float = param(
-            0.0, "largest reward of a prompt's rollouts at which it gets another wave", only_if={"training": "hard"}
-        )
-        environment: Callable[..., Any] | None = param(
-            None,
-            "class or function that makes a new environment for each attempt of an agent, "
-            "for example rl_plugins.lab.demo.environments:Grid; none: attempts are single answers",
-        )
-        max_turns: int = param(16, "most turns of an agent", ge=1, only_if={"environment": GIVEN})
-        turn_tokens: int | None = param(
-            None,
-            "most tokens of one turn of an agent; none: the room left in the completion",
-            ge=1,
-            only_if={"environment": GIVEN},
-        )
-        summarizer: Callable[..., Any] | None = param(
-            None,
-            "function summarizer(problem, attempt) that returns text, for example "
-            "my_module:summarize; none: the policy",
-        )
-        judge: Callable[..., Any] | None = param(
-            None,
-            "function judge(problem, summaries) that returns a number from 1, or a text with "
-            '"Best: 2", for example my_module:judge; none: the policy',
-        )
-        call_timeout: float = param(
-            120.0,
-            "time limit of a call of environment, summarizer or judge, in seconds",
-            gt=0,
-            only_if=({"environment": GIVEN}, {"summarizer": GIVEN}, {"judge": GIVEN}),
-        )
+        hard_below: float = param(0.0, "largest reward that still gets another wave", only_if={"training": "hard"})
+        environment: Function = param(None, "class or function that makes an attempt's environment; none: answers")
+        max_turns: int = param(16, "most turns of an agent", ge=1, only_if=_AGENT)
+        turn_tokens: int | None = param(None, "most tokens of a turn; none: the room left", ge=1, only_if=_AGENT)
+        summarizer: Function = param(None, "function summarizer(problem, attempt) -> text; none: the policy")
+        judge: Function = param(None, "function judge(problem, summaries) -> number from 1; none: the policy")
+        call_timeout: float = param(120.0, "time limit of such a call, in seconds", gt=0, only_if=_CALLED)
         summary_chars: int = param(4000, "most characters of a summary", ge=1)
-        summary_tokens: int = param(1024, "most tokens of a summary by the policy", ge=1, only_if={"summarizer": None})
-        judge_tokens: int = param(1024, "most tokens of a vote by the policy", ge=1, only_if={"judge": None})
-        judge_temperature: float = param(
-            1.0, "temperature of the policy as judge; votes must differ", gt=0, only_if={"judge": None}
-        )
+        summary_tokens: int = param(1024, "most tokens of a summary by the policy", ge=1, only_if=_OWN_SUMMARY)
+        judge_tokens: int = param(1024, "most tokens of a vote by the policy", ge=1, only_if=_OWN_JUDGE)
+        judge_temperature: float = param(1.0, "temperature of the policy as judge", gt=0, only_if=_OWN_JUDGE)
         shuffle: bool = param(True, "random assignment of the candidates to groups (ours)")
         permute: bool = param(True, "random order of the candidates for each vote (ours)")
         ties: Literal["random", "first"] = param("random", "choice of the winner in a tie (random is ours)")

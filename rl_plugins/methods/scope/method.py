@@ -10,26 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import (
-    Call,
-    ConfigError,
-    Generate,
-    Idle,
-    Method,
-    MethodParams,
-    Program,
-    Prompt,
-    Rollouts,
-    Score,
-    Shape,
-    Terms,
-    Tokens,
-    Trajectory,
-    param,
-    ppo_clip,
-)
+from rl_plugins import ConfigError, Idle, Method, MethodParams, param, ppo_clip
 from rl_plugins.core.params import GIVEN
-from rl_plugins.core.requests import Called, Generated, Scored
+from rl_plugins.core.requests import Call, Called, Generate, Generated, Program, Prompt, Score, Scored, Trajectory
+from rl_plugins.core.rollouts import Rollouts, Shape, Terms, Tokens
 from rl_plugins.methods.scope.steps import checked_scores, first_wrong, split_steps, tokens_before
 
 _COLUMN = "scope_foreign"  # 1 for tokens of the corrector
@@ -49,6 +33,10 @@ class Candidate:
     place: int
     kept: int
     rank: float
+
+
+_OWN, _OTHER = {"corrector": None}, {"corrector": GIVEN}
+Function = Callable[..., Any] | None
 
 
 class Scope(Method):
@@ -86,10 +74,6 @@ class Scope(Method):
     Special cases: a call that fails or gives an unreadable answer leaves the rollout unchanged. A correction that does
     not fit or is unfinished is dropped. A prefix of the plan is never cut.
 
-    Logs: `eligible`, share of the groups; `located`, share of their wrong rollouts that are candidates; `verified`,
-    share of the corrections that are right; `corrected`, share of all rows; `kept`, share of a hybrid's tokens that are
-    its own; `failed`, failed calls; `foreign`, share of tokens.
-
     Raises:
         ConfigError: a parameter out of range, no `prm`, or an empty separator.
 
@@ -105,59 +89,38 @@ class Scope(Method):
     idle = (
         Idle(
             {"eligible": 0},
-            "no group had wrong completions and fewer than `min_correct` right ones. Look at "
-            "`success_threshold` and `min_correct`.",
+            "no group had wrong and too few right completions. Look at `success_threshold`, `min_correct`.",
         ),
         Idle(
             {"corrected": 0},
-            "no correction of a wrong completion was right. Look at `scope/located` (`threshold`, `min_prefix`), "
-            "`scope/failed` and `scope/verified` (`corrector` or `hint`).",
+            "no correction was right. Look at `located`, `failed` and `verified`, and at `corrector` or `hint`.",
         ),
     )
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        prm: Callable[..., Any] | None = param(
-            None, "function prm(messages, steps, columns) that returns a score per reasoning step; required"
-        )
-        corrector: Callable[..., Any] | None = param(
-            None,
-            "function corrector(messages, prefix, columns) that returns the rest as text, for "
-            "example rl_plugins.methods.scope.example:finish; none: the policy, which sees the "
-            "solution",
-        )
-        solution_column: str = param("solution", "dataset column with a right answer", only_if={"corrector": None})
-        hint: str = param(
-            HINT, "text with {solution} that is appended to the prompt's last message", only_if={"corrector": None}
-        )
+        prm: Function = param(None, "function prm(messages, steps, columns): a score per step; required")
+        corrector: Function = param(None, "function corrector(messages, prefix, columns): the rest; none: the policy")
+        solution_column: str = param("solution", "dataset column with a right answer", only_if=_OWN)
+        hint: str = param(HINT, "text with {solution} that ends the prompt's last message", only_if=_OWN)
         extent: Literal["suffix", "step"] = param("suffix", "extent of the correction: the rest, or one reasoning step")
         threshold: float = param(0.5, "score below which a reasoning step is wrong")
-        no_error: Literal["skip", "lowest"] = param(
-            "skip", "treatment of a wrong rollout without a wrong reasoning step"
-        )
-        min_prefix: float = param(
-            0.5, "smallest share of the reasoning steps that must precede the wrong one", ge=0, le=1
-        )
+        no_error: Literal["skip", "lowest"] = param("skip", "a wrong rollout without a wrong reasoning step")
+        min_prefix: float = param(0.5, "smallest share of the steps that precede the wrong one", ge=0, le=1)
         rank: Literal["prefix", "score"] = param(
             "prefix", "order of correction: by longest right part, or by mean score"
         )
         corrections: int = param(1, "most rollouts of a group that are corrected", ge=1)
-        min_correct: int = param(1, "smallest number of right rollouts at which a group is left unchanged", ge=1)
+        min_correct: int = param(1, "number of right rollouts at which a group is unchanged", ge=1)
         success_threshold: float = param(0.5, "lowest reward that counts as right")
         separator: str = param("\n\n", "text between two reasoning steps")
-        min_step: int = param(
-            5, "smallest number of tokens of a reasoning step; a shorter one is joined to the next", ge=0
-        )
+        min_step: int = param(5, "fewest tokens of a step; a shorter one is joined to the next", ge=0)
         off_policy: Literal["shaped", "sft", "plain"] = param("shaped", "loss of the corrector's tokens")
         gamma: float = param(0.1, "gamma of the shaped loss (LUFFY)", gt=0, only_if={"off_policy": "shaped"})
-        clip_low: float = param(0.2, "lower clip range of own tokens: the ratio is at least 1 - clip_low", ge=0, le=1)
-        clip_high: float = param(
-            0.2, "upper clip range of own tokens: the ratio is at most 1 + clip_high", ge=0, allow_inf=True
-        )
+        clip_low: float = param(0.2, "lower clip range of own tokens", ge=0, le=1)
+        clip_high: float = param(0.2, "upper clip range of own tokens", ge=0, allow_inf=True)
         prm_timeout: float = param(60.0, "time limit of one call of `prm`, in seconds", gt=0)
-        corrector_timeout: float = param(
-            120.0, "time limit of one call of `corrector`, in seconds", gt=0, only_if={"corrector": GIVEN}
-        )
+        corrector_timeout: float = param(120.0, "time limit of a call of `corrector`, in seconds", gt=0, only_if=_OTHER)
 
         def check(self) -> None:
             if not self.separator:

@@ -15,6 +15,10 @@ from rl_plugins.kit.services import ChatEndpoint, fill, prompt_text, with_task
 from rl_plugins.methods.training_free_grpo import library, texts
 from rl_plugins.methods.training_free_grpo.advisor import HIDDEN, Advisor, Attempt
 
+_LEARN, _URL = {"learn": True}, {"learn": True, "llm_url": GIVEN}
+_GRADED, _PAPER = {"learn": True, "ground_truth": True}, {"learn": True, "variant": "paper"}
+Function = Callable[..., Any] | None
+
 
 class TrainingFreeGrpo(Method):
     """Lets a language model compare the rollouts of a group and edit a short list of experiences; nothing is trained.
@@ -45,10 +49,6 @@ class TrainingFreeGrpo(Method):
 
     State: the texts of E.
 
-    Logs: `experiences`, number of experiences; `mixed`, share of the groups that were compared; `operations`, proposed;
-    `revised`, 1 if the batch got a plan, else 0; `calls`, questions to the language model; `failed`, share of them
-    without a usable answer.
-
     Raises:
         ConfigError: no language model or two, a template without its fields, an unreadable library. MethodError: no
         rollout of a batch could be summarized, or a prompt is not known.
@@ -67,88 +67,38 @@ class TrainingFreeGrpo(Method):
     idle = (
         Idle(
             {"operations": 0},
-            "the library did not change. No group had successes and failures (training_free_grpo/mixed, `reward_low`, "
-            "`reward_high`, `ground_truth`), or the language model proposed nothing.",
+            "the library did not change. Look at `mixed`, `reward_low`, `reward_high` and `ground_truth`.",
         ),
     )
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        llm: Callable[..., Any] | None = param(
-            None,
-            "function llm(text) that returns the reply as text, `async` or not; none: an endpoint answers",
-            only_if={"learn": True},
-        )
-        llm_url: str | None = param(
-            None, "OpenAI-compatible endpoint instead of `llm`: http://host:8000/v1", only_if={"learn": True}
-        )
-        llm_model: str | None = param(
-            None, "name of the model at the endpoint", only_if={"learn": True, "llm_url": GIVEN}
-        )
-        llm_key_env: str | None = param(
-            None,
-            "environment variable with the endpoint's key; none: no key is sent",
-            only_if={"learn": True, "llm_url": GIVEN},
-        )
-        llm_temperature: float = param(
-            0.7, "temperature of the endpoint", ge=0, only_if={"learn": True, "llm_url": GIVEN}
-        )
-        llm_max_tokens: int = param(
-            4096, "most tokens of the endpoint's reply", ge=1, only_if={"learn": True, "llm_url": GIVEN}
-        )
-        llm_timeout: float = param(300.0, "time limit of one try, in seconds", gt=0, only_if={"learn": True})
-        llm_retries: int = param(
-            2, "number of further tries of a call that failed or gave no usable answer", ge=0, only_if={"learn": True}
-        )
-        llm_concurrency: int = param(16, "number of calls at the same time", ge=1, only_if={"learn": True})
+        llm: Function = param(None, "function llm(text) -> reply, `async` or not; none: an endpoint", only_if=_LEARN)
+        llm_url: str | None = param(None, "OpenAI-compatible endpoint instead: http://host:8000/v1", only_if=_LEARN)
+        llm_model: str | None = param(None, "name of the model at the endpoint", only_if=_URL)
+        llm_key_env: str | None = param(None, "environment variable with its key; none: no key", only_if=_URL)
+        llm_temperature: float = param(0.7, "temperature of the endpoint", ge=0, only_if=_URL)
+        llm_max_tokens: int = param(4096, "most tokens of the endpoint's reply", ge=1, only_if=_URL)
+        llm_timeout: float = param(300.0, "time limit of one try, in seconds", gt=0, only_if=_LEARN)
+        llm_retries: int = param(2, "further tries of a call that failed", ge=0, only_if=_LEARN)
+        llm_concurrency: int = param(16, "number of calls at the same time", ge=1, only_if=_LEARN)
         variant: Literal["practice", "paper"] = param(
-            "practice", "update rule: that of the published code, or that of the paper's code"
+            "practice", "update rule of the published code, or of the paper's code"
         )
-        library: str | None = param(
-            None,
-            "JSON file of the experiences, for example library.json: read at the start, written "
-            "after each batch, editable by hand; none: no file",
-        )
+        library: str | None = param(None, "JSON file of the experiences, read at the start, written after each batch")
         learn: bool = param(True, "permission to change the library; false: it is only used")
-        per_group: int = param(
-            1, "most experiences (practice) or operations (paper) of a group", ge=1, only_if={"learn": True}
-        )
-        max_words: int = param(
-            32,
-            "most words of an experience, as the language model is told; a longer one is cut (ours)",
-            ge=1,
-            only_if={"learn": True},
-        )
-        ground_truth: bool = param(
-            True,
-            "comparison of groups with some success only; false: all groups, with answers hidden",
-            only_if={"learn": True},
-        )
-        answer_column: str | None = param(
-            None,
-            "dataset column with the reference answer; none: the answer is hidden",
-            only_if={"learn": True, "ground_truth": True},
-        )
-        reward_low: float = param(0.0, "reward of a failure (ours)", only_if={"learn": True, "ground_truth": True})
-        reward_high: float = param(1.0, "reward of a success (ours)", only_if={"learn": True, "ground_truth": True})
-        objective: str = param(
-            "It solves the task it is given.", "purpose of the agent, for the language model", only_if={"learn": True}
-        )
-        learning_objective: str = param(
-            "How to solve such tasks more often.",
-            "purpose of the learning, for the language model",
-            only_if={"learn": True},
-        )
-        prompt_template: str = param(
-            texts.PROMPT,
-            "prompt of a rollout, with {experiences} and {problem}, the last message of the user; "
-            "experiences make prompts longer",
-        )
+        per_group: int = param(1, "most experiences (or operations) of a group", ge=1, only_if=_LEARN)
+        max_words: int = param(32, "most words of an experience; a longer one is cut (ours)", ge=1, only_if=_LEARN)
+        ground_truth: bool = param(True, "only groups with some success; false: all, answers hidden", only_if=_LEARN)
+        answer_column: str | None = param(None, "column with the answer; none: hidden", only_if=_GRADED)
+        reward_low: float = param(0.0, "reward of a failure (ours)", only_if=_GRADED)
+        reward_high: float = param(1.0, "reward of a success (ours)", only_if=_GRADED)
+        objective: str = param("It solves the task it is given.", "purpose of the agent", only_if=_LEARN)
+        learning_objective: str = param("How to solve such tasks more often.", "purpose of learning", only_if=_LEARN)
+        prompt_template: str = param(texts.PROMPT, "prompt of a rollout, with {experiences} and {problem}")
         prompt_column: str = param("prompt", "dataset column with the prompt")
         merge_without_text: Literal["skip", "delete"] = param(
-            "skip",
-            "treatment of a merge without text: no change, or deletion as in the paper's code",
-            only_if={"learn": True, "variant": "paper"},
+            "skip", "a merge without text: no change, or deletion (code)", only_if=_PAPER
         )
 
         def check(self) -> None:

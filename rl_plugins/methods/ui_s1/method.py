@@ -12,6 +12,9 @@ from rl_plugins import Groups, Method, MethodError, MethodParams, Rollouts, para
 from rl_plugins.core.params import above
 from rl_plugins.kit.agents.turns import joint, normalized
 
+_RETURNS = ({"step_weight": above(0)}, {"episode_source": "rollout_return"}, {"filter_by": "first_return"})
+_EPISODE, _FILTERED = {"episode_weight": above(0)}, {"filter_by": ("first_return", "advantages")}
+
 
 class UiS1(Method):
     """Semi-online RL: trains multi-turn rollouts on recorded trajectories, with discounted future returns.
@@ -43,9 +46,6 @@ class UiS1(Method):
     0; a task of one turn has A = 0 and a warning. A task also leaves if its rollouts differ only in turns that R_0 does
     not reach. With gamma = 0 that is every turn after the first: set `filter_by: none` then.
 
-    Logs: `matched`, share of the turns; `patches` and `steps` (turns) per rollout; `first_return`, mean R_0; `alone`,
-    share of the turns that only one rollout reached; `filtered`, share of the tasks that left.
-
     Raises:
         ConfigError: a parameter out of range.
         MethodError: a batch without turns; an episode that is used wrongly.
@@ -64,40 +64,22 @@ class UiS1(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        gamma: float = param(
-            0.5,
-            "discount of the rewards of later turns",
-            ge=0,
-            le=1,
-            only_if=({"step_weight": above(0)}, {"episode_source": "rollout_return"}, {"filter_by": "first_return"}),
-        )
+        gamma: float = param(0.5, "discount of the rewards of later turns", ge=0, le=1, only_if=_RETURNS)
         include_first_mismatch: bool = param(
-            False, "inclusion of the first mismatch in the returns before it", only_if={"gamma": above(0)}
+            False, "the first mismatch counts in the returns before it", only_if={"gamma": above(0)}
         )
         episode_source: Literal["step_reward", "rollout_return"] = param(
-            "step_reward",
-            "values compared by the episode advantage: all turns' rewards (code) or rollouts' returns (paper)",
-            only_if={"episode_weight": above(0)},
+            "step_reward", "turns' rewards (code) or rollouts' returns (paper)", only_if=_EPISODE
         )
         episode_weight: float = param(1.0, "weight of the episode advantage", ge=0)
         step_weight: float = param(1.0, "weight of the turn's advantage (the paper's step advantage)", ge=0)
-        scale: Literal["std", "none"] = param(
-            "std", "divisor of the advantages: the standard deviation + std_eps, or none"
-        )
+        scale: Literal["std", "none"] = param("std", "divisor of the advantages: std + std_eps, or none")
         std_eps: float = param(1e-6, "constant added to the standard deviation", gt=0, only_if={"scale": "std"})
         filter_by: Literal["first_return", "advantages", "none"] = param(
-            "first_return",
-            "values whose spread decides which tasks stay: R_0 (code), the advantages (paper); none: all stay",
+            "first_return", "spread that decides which tasks stay: of R_0 (code), of A (paper)"
         )
-        filter_std: float = param(
-            0.3,
-            "standard deviation above which a task stays",
-            ge=0,
-            only_if={"filter_by": ("first_return", "advantages")},
-        )
-        rows_per_rollout: int = param(
-            16, "most rows of the batch per rollout: turns of the longest task; 1 if a rollout is one row", ge=1
-        )
+        filter_std: float = param(0.3, "standard deviation above which a task stays", ge=0, only_if=_FILTERED)
+        rows_per_rollout: int = param(16, "most rows of a rollout: turns of the longest task", ge=1)
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
