@@ -1,7 +1,7 @@
 # On a fresh machine with Python 3.11 or 3.12 and make:
 #   make demo    a paper method against plain GRPO, in TRL's real trainer, on a policy built here
 #   make test    everything
-#   make lint    ruff and mypy
+#   make lint    ruff, import-linter and mypy; warnings of old pages and of English, which fail nothing
 #   make site    the documentation as a site, build/site/html/index.html
 # Each makes .venv itself when it is missing or incomplete.
 
@@ -26,6 +26,8 @@ lint: .venv/ready-test
 	.venv/bin/ruff check .
 	.venv/bin/lint-imports
 	.venv/bin/mypy
+	@.venv/bin/rl-plugins docs --check | sed 's/^/warning: make docs would change /'
+	@.venv/bin/python docs/english.py
 
 docs: .venv/ready-test
 	.venv/bin/rl-plugins docs

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rl_plugins.core.groups import Groups
     from rl_plugins.core.losses import aggregate, ppo_clip
     from rl_plugins.core.method import Bundle, Idle, Method
-    from rl_plugins.core.params import MethodParams, param
+    from rl_plugins.core.params import GIVEN, MethodParams, param
     from rl_plugins.core.requests import Call, Generate, Program, Prompt, Score, Trajectory
     from rl_plugins.core.rollouts import (
         Admission,
@@ -39,7 +39,7 @@ _NAMES = {
     "errors": "ConfigError MethodError RLPluginsError StateError",
     "losses": "aggregate ppo_clip",
     "method": "Bundle Idle Method",
-    "params": "MethodParams param",
+    "params": "GIVEN MethodParams param",
     "requests": "Call Generate Prompt Program Score Trajectory",
     "rollouts": "Admission Completion Plan PlanRow PromptPool Queue Rollouts Rows Run Shape Terms Tokens Update",
     "groups": "Groups",
@@ -48,10 +48,10 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 
 # fmt: off
 __all__ = [  # a literal: type checkers read it
-    "__version__", "Admission", "Bundle", "Call", "Completion", "ConfigError", "Generate", "Groups", "Idle", "Method",
-    "MethodError", "MethodParams", "Plan", "PlanRow", "Program", "Prompt", "PromptPool", "Queue", "RLPluginsError",
-    "Rollouts", "Rows", "Run", "Score", "Shape", "StateError", "Terms", "Tokens", "Trajectory", "Update", "aggregate",
-    "param", "ppo_clip",
+    "__version__", "Admission", "Bundle", "Call", "Completion", "ConfigError", "GIVEN", "Generate", "Groups", "Idle",
+    "Method", "MethodError", "MethodParams", "Plan", "PlanRow", "Program", "Prompt", "PromptPool", "Queue",
+    "RLPluginsError", "Rollouts", "Rows", "Run", "Score", "Shape", "StateError", "Terms", "Tokens", "Trajectory", "Update",
+    "aggregate", "param", "ppo_clip",
 ]
 # fmt: on
 

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from rl_plugins.cards import catalog
+from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.info import info
 from rl_plugins.cards.pairs import conflicts, excluded
 from rl_plugins.cards.problems import PROBLEMS
 from rl_plugins.cards.usage import usage_of
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Bundle
+from rl_plugins.lab.pages import FILLED, choose, on_site
 from rl_plugins.lab.pages.methods import slug
 from rl_plugins.runtime.stack import build_stack
 
@@ -23,10 +25,11 @@ CARDS = {card.name: card for card in catalog.cards(catalog.plugins())}
 
 
 def test_every_built_in_method_has_what_the_chooser_shows():
+    pages = {page: FILLED.get(page, str)((ROOT / page).read_text()) for page in ("docs/evidence.md", "docs/bench.md")}
     anchors = {
-        (page.relative_to(ROOT / "docs").as_posix(), slug(line.lstrip("# ")))
-        for page in (ROOT / "docs/evidence.md", ROOT / "docs/bench.md", *(ROOT / "docs/bench").glob("*.md"))
-        for line in page.read_text().splitlines()
+        (page.removeprefix("docs/"), slug(line.lstrip("# ")))
+        for page, text in {**pages, **{page: make() for page, make in on_site().items()}}.items()
+        for line in text.splitlines()
         if line[:1] == "#"
     }
     for name, card in CARDS.items():
@@ -34,11 +37,18 @@ def test_every_built_in_method_has_what_the_chooser_shows():
         assert card.found.problems and set(card.found.problems) <= set(PROBLEMS), name
         assert card.cost and card.avoid_when and card.hosts, name
         assert {(m.page, m.where) for m in card.measured} <= anchors, name
-        assert set(card.found.goes_with) <= set(CARDS) - {name}, name
+        assert set(card.file.goes_with) <= set(CARDS) - {name}, name
 
 
-def test_the_page_shows_every_method_under_its_problems():
-    text = (ROOT / "docs" / "choose.md").read_text()
+def test_the_short_page_shows_every_method_under_its_problems():
+    sections = dict(zip(*[iter(re.split(r"^## (.*)$", choose.index(), flags=re.M)[1:])] * 2, strict=True))
+    for name, card in CARDS.items():
+        for key in card.found.problems:
+            assert f"[`{name}`](methods.md#{name})" in sections[PROBLEMS[key].title], name
+
+
+def test_the_page_of_the_site_shows_every_method_under_its_problems():
+    text = choose.page()
     sections = dict(zip(*[iter(re.split(r"^## (.*)$", text, flags=re.M)[1:])] * 2, strict=True))
     for name, card in CARDS.items():
         for key in card.found.problems:
@@ -58,7 +68,7 @@ def test_exclusions_are_those_of_the_stack():
     """Computed ones are refused when a run names both; a pair of which nothing is said is built."""
     classes = [card.found for card in CARDS.values() if not isinstance(card.found, Bundle)]
     found = conflicts(tuple(classes))
-    params = {cls.name: dict(cls.example_params) for cls in classes}
+    params = {cls.name: dict(card_file(cls).example_params) for cls in classes}
     for a, b in itertools.combinations(sorted(params), 2):
         reasons = [r for r, names in excluded(found, [a]).items() if b in names]
         try:
@@ -80,7 +90,7 @@ def test_what_goes_together_is_not_excluded():
     found = conflicts(tuple(classes))
     for name, card in CARDS.items():
         against = {n for names in excluded(found, [p.name for p in card.parts]).values() for n in names}
-        for other, why in card.found.goes_with.items():
+        for other, why in card.file.goes_with.items():
             if re.search(r"`\w+: \w+`", why):
                 continue  # with parameters that are named there
             assert not against & {p.name for p in CARDS[other].parts}, (name, other)

@@ -1,7 +1,8 @@
-"""No link of the Markdown files leads nowhere: neither a file nor an anchor of it is missing."""
+"""No link of the Markdown files leads nowhere, and what the pages name in code exists."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+
+from rl_plugins.runtime import registry
 
 ROOT = Path(__file__).parents[1]
 PLACES = ("*.md", "docs/**/*.md", "patches/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
@@ -89,3 +92,31 @@ def test_a_broken_link_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "p.png: no such file",
         "e.md: no such file",
     ]
+
+
+def test_every_place_the_walkthrough_names_exists():
+    text = (ROOT / "docs" / "walkthrough.md").read_text(encoding="utf-8")
+    places = re.findall(r"`([a-z_/]+\.py): ([A-Za-z_.]+)`", text)
+    assert len(places) > 25
+    for file, name in places:
+        found = ast.parse((ROOT / "rl_plugins" / file).read_text(encoding="utf-8")).body
+        for part in name.split("."):
+            nodes = [n for n in found if getattr(n, "name", None) == part]
+            assert nodes, f"{file} has no {name}"
+            found = getattr(nodes[0], "body", [])
+
+
+def test_every_place_the_architecture_names_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = text.partition("## Where things are")[2].partition("\n## ")[0]
+    places = [place for place in re.findall(r"`([a-z_]+/[a-z_/]*(?:\.py)?)`", table) if "NAME" not in place]
+    assert len(places) > 20
+    assert [place for place in places if not (ROOT / "rl_plugins" / place).exists()] == []
+
+
+def test_every_method_the_page_of_samplers_names_exists():
+    text = (ROOT / "docs" / "samplers.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("|")]
+    named = {name for pair in cells for cell in pair for name in re.findall(r"`([a-z0-9_]+)`", cell)}
+    assert len(named) > 15
+    assert not named - set(registry.all_names())

@@ -33,6 +33,7 @@ rl_plugins.kit.judges
 rl_plugins.kit.masked
 rl_plugins.kit.priors
 rl_plugins.kit.services
+rl_plugins.lab.demo
 rl_plugins.testing
 rl_plugins.testing.engine
 rl_plugins.tools.attribution

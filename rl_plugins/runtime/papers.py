@@ -50,5 +50,5 @@ def no_method(name: str) -> str:
         return ""
     return (
         f"`{name}` ({paper.title}, arXiv {paper.arxiv}) {VERDICTS[paper.verdict]}. {paper.why} Remove it from "
-        f"`methods`; docs/papers.md lists every paper."
+        f"`methods`; `rl-plugins list` shows all methods."
     )

@@ -63,7 +63,7 @@ def _code_of(card: Card) -> str:
 def verdicts(results: Iterable[Result]) -> str:
     """How often each verdict was reached: "2 better, 1 worse"."""
     counts = Counter(result.verdict for result in results)
-    order = ("better", "worse", "no significant difference")
+    order = ("better", "worse", "no significant difference", "no interval")
     return ", ".join(f"{counts[verdict]} {verdict}" for verdict in order if counts[verdict])
 
 
