@@ -25,8 +25,8 @@ os.environ.update(OMP_NUM_THREADS="1")
 import torch
 from safetensors.torch import save_file
 
-from rl_plugins.commands.fuse import FusionPlan
-from rl_plugins.commands.fuse.command import write
+from rl_plugins.commands.fuse.plan import FusionPlan
+from rl_plugins.commands.fuse.write import write
 from rl_plugins.tools.fusion import FusionRule
 
 RULES = {

@@ -9,11 +9,11 @@ from rich.console import Console
 from test_compare import fake_logs, plan
 from typer.testing import CliRunner
 
-from rl_plugins.commands import compare
-from rl_plugins.commands.attribute import Cube, attributed, table
 from rl_plugins.commands.cli import app
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.lab.compare import report
+from rl_plugins.lab.compare import comparison, report
+from rl_plugins.lab.compare.attribution import Cube, attributed, table
+from rl_plugins.lab.compare.comparison import RunOptions
 
 METHODS = ["vade", "mc_grpo"]
 CUBE = Cube(("vade", "mc_grpo"))
@@ -110,12 +110,12 @@ def test_one_seed_has_no_interval_and_a_missing_metric_is_told(tmp_path):
 
 
 def test_the_command_prints_it_after_the_runs(tmp_path, monkeypatch, capsys):
-    comparison = logged(tmp_path)
-    monkeypatch.setattr(compare, "run_all", lambda *_: 1.0)  # all were finished
-    compare.run(comparison, ["reward"], 1, "steps", False, console=Console(width=120), cube=CUBE)
+    planned = logged(tmp_path)
+    monkeypatch.setattr(comparison, "run_all", lambda *_: 1.0)  # all were finished
+    comparison.run(planned, ["reward"], RunOptions(planned.out), console=Console(width=120), cube=CUBE)
     shown = capsys.readouterr().out
     assert "Shapley values of reward over 3 seeds" in shown and "+0.150" in shown
-    assert json.loads((comparison.out / "attribution.json").read_text())["total"] == pytest.approx(0.25)
+    assert json.loads((planned.out / "attribution.json").read_text())["total"] == pytest.approx(0.25)
 
 
 def test_dry_run_names_every_variant(tmp_path):

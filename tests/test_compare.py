@@ -12,7 +12,7 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from rl_plugins.commands.cli import app
-from rl_plugins.commands.compare import parse_seeds
+from rl_plugins.commands.shared.options import parse_seeds
 from rl_plugins.core.errors import ConfigError, RLPluginsError
 from rl_plugins.lab.compare import costs, report
 from rl_plugins.lab.compare.plan import make_plan, parse_variants
@@ -267,7 +267,7 @@ def test_runs_start_from_the_config_as_it_was_planned(tmp_path, monkeypatch):
     """The user edits the file while the first of two runs trains; the second starts from the text of the plan."""
     import dataclasses
 
-    from rl_plugins.commands import compare
+    from rl_plugins.lab.compare import user_runs
 
     (tmp_path / "run.yaml").write_text("max_steps: 10\n")
     (tmp_path / "edits.py").write_text(
@@ -277,7 +277,7 @@ def test_runs_start_from_the_config_as_it_was_planned(tmp_path, monkeypatch):
         f"pathlib.Path({str(tmp_path / 'run.yaml')!r}).write_text('max_steps: 11')\n"
     )
     planned = []
-    monkeypatch.setattr(compare, "run", lambda comparison, *args, **options: planned.append(comparison))
+    monkeypatch.setattr(user_runs, "run", lambda comparison, *args, **options: planned.append(comparison))
     command = ["compare", str(tmp_path / "run.yaml"), "vade", "--seeds", "1", "--out", str(tmp_path / "out")]
     assert CliRunner().invoke(app, command).exit_code == 0
     runs = tuple(dataclasses.replace(run, worker="edits") for run in planned[0].runs)
@@ -395,10 +395,10 @@ def test_parameters_of_the_config_reach_their_variants(tmp_path):
     ],
 )
 def test_masked_diffusion_models_are_trained_by_their_trainer(tmp_path, monkeypatch, config, words, masked):
-    from rl_plugins.commands import compare
+    from rl_plugins.lab.compare import user_runs
 
     planned = []
-    monkeypatch.setattr(compare, "run", lambda comparison, *args, **options: planned.append(comparison))
+    monkeypatch.setattr(user_runs, "run", lambda comparison, *args, **options: planned.append(comparison))
     (tmp_path / "run.yaml").write_text(config)
     command = ["compare", str(tmp_path / "run.yaml"), *words, "--out", str(tmp_path)]
     assert CliRunner().invoke(app, command).exit_code == 0

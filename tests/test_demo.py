@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import enum
-
 import pytest
 import yaml
 from typer.testing import CliRunner
 
-from rl_plugins.commands import cli, compare, demo
+from rl_plugins.commands import cli
+from rl_plugins.commands.shared.options import CostUnit
+from rl_plugins.lab.compare import comparison as comparisons
 from rl_plugins.lab.compare.costs import COST_UNITS
-from rl_plugins.lab.demo import headline, rewards, settings
+from rl_plugins.lab.demo import demos, headline, rewards, settings
 
 
 def dry(*words):
@@ -25,9 +25,9 @@ def config(monkeypatch):
 
     def run(comparison, *args, **kwargs):
         planned.append(comparison)
-        compare.run(comparison, *args, **kwargs)
+        comparisons.run(comparison, *args, **kwargs)
 
-    monkeypatch.setattr(demo, "run", run)
+    monkeypatch.setattr(demos, "run", run)
     return lambda: yaml.safe_load(planned[-1].runs[0].config)
 
 
@@ -116,7 +116,7 @@ def test_no_demo_speaks_of_tokens_that_it_does_not_count(tmp_path):
 
 
 def test_budgets_of_the_command_are_those_of_the_report():
-    assert issubclass(cli._CostUnit, enum.StrEnum) and tuple(c.value for c in cli._CostUnit) == COST_UNITS
+    assert tuple(CostUnit) == COST_UNITS
 
 
 def test_engine_time_of_runs_that_share_the_machine_is_said_to_vary(tmp_path):
@@ -129,7 +129,7 @@ def test_without_matplotlib_nothing_is_trained(words, tmp_path, monkeypatch):
     from importlib.util import find_spec
 
     monkeypatch.setattr(
-        compare.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name)
+        comparisons.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name)
     )
     result = CliRunner().invoke(cli.app, [*words, "--out", str(tmp_path / "out")])
     assert result.exit_code == 2 and "pip install 'rl-plugins[plot]'" in result.output

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from rl_plugins.commands.cli import app
-from rl_plugins.commands.export import FOLDER, available, plan
+from rl_plugins.commands.export.contribution import FOLDER, available, plan
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Terms
 from rl_plugins.methods.aepo_clip import AepoClip

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from rl_plugins.commands.cli import app
-from rl_plugins.commands.fuse import FusionPlan
-from rl_plugins.commands.fuse.command import write
 from rl_plugins.commands.fuse.folder import StoredTensor
+from rl_plugins.commands.fuse.plan import FusionPlan
+from rl_plugins.commands.fuse.write import write
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.tools import fusion
 from rl_plugins.tools.fusion import FusionRule, fuse

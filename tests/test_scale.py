@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 from rl_plugins.commands.cli import app
-from rl_plugins.commands.scale import with_overrides
-from rl_plugins.commands.yaml_edit import with_values
+from rl_plugins.commands.shared.overrides import with_overrides
+from rl_plugins.commands.shared.yaml_edit import with_values
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime.scaling import fewer
 from rl_plugins.trl.capabilities import optimizer_steps_per_batch

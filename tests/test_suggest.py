@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from rl_plugins.cards.problems import PROBLEMS
 from rl_plugins.commands import suggest
 from rl_plugins.commands.cli import app
-from rl_plugins.commands.symptoms import Sign
+from rl_plugins.commands.suggest import advice
+from rl_plugins.commands.suggest.symptoms import Sign
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.stack import build_stack
 
@@ -140,9 +141,9 @@ def test_rewards_are_compared_as_they_are_trained(tmp_path, weights, ratio, how)
 def test_every_line_to_copy_builds(tmp_path):
     for host in ("trl", "verl"):
         for key in PROBLEMS:
-            for card in suggest._suggestion(key, (), host).methods:
+            for card in advice._suggestion(key, (), host).methods:
                 assert host in card.hosts
-                usage = suggest.usage_of(card.found, paper=False)
+                usage = advice.usage_of(card.found, paper=False)
                 assert build_stack(list(usage.methods), usage.params).names
     found = json.loads(answer("--for", "tool calls", "--host", "verl", "--json"))
     assert all("rl_plugins.methods=[" in m["use"] for p in found["problems"] for m in p["methods"])

@@ -28,9 +28,10 @@ import yaml
 from common import across, arguments, interval, save
 from matplotlib.figure import Figure
 
-from rl_plugins.commands import compare
-from rl_plugins.commands.attribute import Cube
+from rl_plugins.lab.compare.attribution import Cube
+from rl_plugins.lab.compare.comparison import RunOptions
 from rl_plugins.lab.compare.figures import panels
+from rl_plugins.lab.compare.user_runs import compare_trl
 from rl_plugins.lab.demo import settings
 from rl_plugins.lab.demo.policy import load_policy
 from rl_plugins.tools.attribution import attribute
@@ -54,7 +55,7 @@ def train(seeds: int, out: Path) -> dict[str, Any]:
     run.write_text(yaml.safe_dump(values))
     params = {m: dict(given) for m in METHODS if (given := settings.demo_params(m))}
     words = [str(run), *METHODS]
-    compare.compare(words, "grpo", str(seeds), out, 1, [METRIC], "", json.dumps(params), "steps", False, attribute=True)
+    compare_trl(words, RunOptions(out, range(seeds)), [METRIC], json.dumps(params), attribute=True)
     return {name: json.loads((out / f"{name}.json").read_text()) for name in ("summary", "attribution")}
 
 

@@ -29,9 +29,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rl_plugins.commands.mode_pairs import write_pairs
+from rl_plugins.commands.mode_pairs import mode_pairs
 from rl_plugins.lab.demo import policy, tasks
-from rl_plugins.tools.preferences import PairRule
 
 LEVELS = (1, 2, 3, 4)  # 2 to 8 digits
 WRONG = {1: 0.0, 2: 0.05, 3: 0.4, 4: 0.6}  # chance that a demonstration's direct answer has another digit, per digit
@@ -39,7 +38,7 @@ WARM_START = policy.Fit(steps=500)
 MARKS = {"direct": "!", "cot": "?", "free": ""}
 LONGEST = 36
 QUESTIONS, ATTEMPTS, HELD_OUT, SAMPLES = 400, 4, 200, 4
-RULE = PairRule(template="{prompt}")  # the policy knows no other prompt without a mark
+TEMPLATE = "{prompt}"  # the policy knows no other prompt without a mark
 LOSSES = {"after DPO": ["sigmoid"], "after DPO with SFT": ["sigmoid", "sft"]}
 
 
@@ -156,7 +155,7 @@ def run(out: Path, seed: int = 0) -> dict[str, Any]:
     work.mkdir(parents=True, exist_ok=True)
     made = attempts(model, tokenizer, tasks.build_rows(QUESTIONS, seed=seed, levels=LEVELS), seed)
     (work / "attempts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-    write_pairs(work / "attempts.jsonl", work / "pairs" / "train.jsonl", RULE, force=True)
+    mode_pairs(work / "attempts.jsonl", work / "pairs" / "train.jsonl", TEMPLATE, force=True)
     held_out = tasks.build_rows(HELD_OUT, seed=seed, levels=LEVELS, split="held_out")
     found = {
         "direct answers": measured(model, tokenizer, held_out, MARKS["direct"], seed),

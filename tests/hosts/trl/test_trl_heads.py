@@ -14,6 +14,7 @@ import torch
 import yaml
 from datasets import load_dataset
 from harness import history, make, policy, weights
+from messages import raises
 from methods.slices_loops import slice_of_each
 from peft import PromptTuningConfig
 from safetensors.torch import load_file
@@ -228,24 +229,24 @@ def test_a_head_goes_on_from_its_checkpoint(folder: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"adapter": "prompt_tuning"}, "adapter='prompt_tuning' has no effect: use_peft is False"),
+        ({"adapter": "prompt_tuning"}, "adapter='prompt_tuning'.*use_peft"),
         (
             {"use_peft": True, "adapter_text": "x"},
-            "adapter_text='x' has no effect: use_peft is True and adapter is lora",
+            "adapter_text='x'.*use_peft",
         ),
         (
             {"use_peft": True, "adapter": "prompt_tuning", "num_virtual_tokens": 0},
-            "num_virtual_tokens is 0; it must be",
+            "num_virtual_tokens.*0",
         ),
         ({"use_peft": True, "adapter": "prefix_tuning", "gradient_checkpointing": True}, "drops the keys and values"),
         ({"use_peft": True, "adapter": "prompt_tuning", "use_vllm": True}, "virtual tokens cannot be merged"),
-        ({"use_peft": True, "adapter": "ia3"}, "adapter is 'ia3'; it must be lora, prompt_tuning or"),
+        ({"use_peft": True, "adapter": "ia3"}, "'ia3'.*prompt_tuning"),
     ],
 )
 def test_options_that_cannot_train(folder: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
     given = yaml.safe_load((folder / "run.yaml").read_text())
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**given, **options}))
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, match=message):
         script.run(["--config", str(tmp_path / "run.yaml")])
     result = CliRunner().invoke(app, ["trl", "grpo", "--config", str(tmp_path / "run.yaml"), "--dry-run"])
     assert result.exit_code == 1 and message in " ".join(result.output.split())
@@ -297,7 +298,7 @@ def test_samples_over_heads(folder: Path, trained: Any, tmp_path: Path, kind: st
 
 def test_the_model_alone_is_sampled_as_it_would_be(folder: Path, tmp_path: Path) -> None:
     """Token for token those of the sampler with the same seed."""
-    from rl_plugins.commands.heads.sample import ALONE, _seed
+    from rl_plugins.commands.heads.sampling import ALONE, _seed
     from rl_plugins.trl.commands.head_samples import Sampler, SamplingRun
 
     call("heads", "sample", folder / "run.yaml", "--k", 2, "--limit", 2, "--out", tmp_path, "--reward", "exact")

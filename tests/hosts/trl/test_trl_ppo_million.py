@@ -13,7 +13,7 @@ import yaml
 from harness import history, make, stub_sampling, weights
 from transformers import TrainerCallback
 
-from rl_plugins.commands.yaml_edit import with_values
+from rl_plugins.commands.shared.yaml_edit import with_values
 from rl_plugins.trl.commands import scale
 
 pytestmark = pytest.mark.host
