@@ -28,8 +28,7 @@ class EchoShaping(Method):
         A_t     <- A_t + add_coeff (S_t - mean of S over the tokens of t's group)
 
     `statistics: raw` uses H and 1 - C themselves instead of white(H) and white(1 - C). Where mult_coeff s_max < 1 the
-    product keeps the sign of every advantage and leaves 0 at 0; the sum (off by default) also gives advantages to
-    groups of equal rewards, with mean 0 in each group.
+    product keeps the sign of every advantage; the sum also gives advantages to groups of equal rewards.
 
     Symbols: A (tokens,) float64; H (tokens,) entropy in nats of the policy before the update; C (tokens,) in [0, 1],
     the probability of the token by that policy.
@@ -52,11 +51,9 @@ class EchoShaping(Method):
         beta: float = param(1.0, "weight of 1 - confidence", ge=0, only_if=_SHAPED)
         s_max: float | None = param(2.0, "limit of |S|; none: no limit", gt=0, only_if=_WEIGHED)
         mult_coeff: float = param(0.1, "factor a: the advantage is multiplied by 1 + a S", ge=0, only_if=_WEIGHED)
-        add_coeff: float = param(
-            0.0, "factor lambda of S - its mean in the group, which is added", ge=0, only_if=_WEIGHED
-        )
+        add_coeff: float = param(0.0, "lambda: lambda (S - its mean in the group) is added", ge=0, only_if=_WEIGHED)
         statistics: Literal["white", "raw"] = param(
-            "white", "form of H and 1 - C: z-scores (code), or the values (paper)", only_if=_WEIGHED
+            "white", "H and 1 - C as z-scores (code) or as they are (paper)", only_if=_WEIGHED
         )
 
     def __init__(self, params: MethodParams | None = None) -> None:

@@ -34,8 +34,8 @@ class Epo(Method):
 
         term of a token = -entropy_coeff (H - smooth_coeff p)                          # averaged as the host's loss
 
-    With `mode: seq` p is computed of the mean of H over the row's trained tokens in the turn, in place of H, and every
-    one of these tokens gets it. With `corridor: batch` all tokens count as turn 0, so no turns are needed.
+    `mode: seq` computes p of the mean of H over the row's trained tokens in the turn, for each of these tokens. With
+    `corridor: batch` all tokens count as turn 0, so no turns are needed.
 
     Phase weight g_k, with K = `phase_batches` and m = K // 2:
 
@@ -48,11 +48,10 @@ class Epo(Method):
     > 1.
 
     Symbols: H (rows, time) in nats, with gradient, of the current policy; bounds, p and term are float32 or better.
-    History and phase are those of the driver, counted once per generation batch, however many optimizer steps follow.
+    History and phase are counted once per generation batch.
 
-    Special cases: a turn without history, or before `gate_turn`, has no corridor: only the bonus acts. So has all of
-    the first batch, unless `include_current`. kl = 0 is no lower bound, kr = inf no upper one. Tokens that are not
-    trained count nowhere. Turns are counted from 0 in every rollout.
+    Special cases: a turn without history, or before `gate_turn`, has no corridor: only the bonus acts. Tokens that are
+    not trained count nowhere. Turns are counted from 0 in every rollout.
 
     State: per turn the sum of e and the number of batches; with a `window` e of its batches.
 
@@ -78,12 +77,8 @@ class Epo(Method):
     class Params(MethodParams):
         entropy_coeff: float = param(0.001, "coefficient of the entropy bonus and of the penalty", ge=0)
         smooth_coeff: float = param(1.0, "coefficient of the penalty, relative to the bonus", ge=0, only_if=_ON)
-        smoothing: Literal["relu", "indicator"] = param(
-            "relu", "the distance to the corridor, or a constant", only_if=_ON
-        )
-        rho: float | None = param(
-            None, "factor of the penalty; none: 2 (relu), 0.1 (indicator, code)", ge=0, only_if=_SCALED
-        )
+        smoothing: Literal["relu", "indicator"] = param("relu", "distance to the corridor, or a constant", only_if=_ON)
+        rho: float | None = param(None, "factor of p; none: 2 (relu) or 0.1 (indicator)", ge=0, only_if=_SCALED)
         corridor: Literal["turn", "batch"] = param("turn", "tokens that share one: a turn's or all", only_if=_SMOOTHED)
         kl: float = param(0.5, "lower bound over the reference; 0: none", ge=0, lt=1, only_if=_SMOOTHED)
         kr: float = param(1.5, "upper bound over the reference; inf: none", gt=1, allow_inf=True, only_if=_SMOOTHED)
@@ -92,13 +87,9 @@ class Epo(Method):
         include_current: bool = param(False, "the batch itself counts in its reference (code)", only_if=_SMOOTHED)
         gate_turn: int = param(0, "first turn with a corridor, from 0 (code: 25)", ge=0, only_if=_TURN)
         phase: Literal["none", "code", "paper"] = param("none", "weight over the run", only_if=_SMOOTHED)
-        phase_batches: int | None = param(
-            None, "K, batches of the schedule; none: the run's (code: 150)", ge=1, only_if=_PHASED
-        )
+        phase_batches: int | None = param(None, "K, batches of the schedule; none: the run's", ge=1, only_if=_PHASED)
         phase_rate: float = param(1.0, "rate of the paper's weight; negative: it grows", ge=-5, le=5, only_if=_PAPER)
-        phase_middle: float = param(
-            0.6, "share of the run after which the rate acted once", ge=0.1, le=1, only_if=_PAPER
-        )
+        phase_middle: float = param(0.6, "share of the run at which the rate acted once", ge=0.1, le=1, only_if=_PAPER)
 
         @property
         def factor(self) -> float:

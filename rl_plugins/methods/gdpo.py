@@ -27,15 +27,13 @@ class Gdpo(Method):
 
         mean = sum L S / sum L,   var = sum L (S - mean)^2 / (sum L - 1),   A = (S - mean) / sqrt(var + eps_batch^2)
 
-    so long rollouts dominate, and rollouts of a group without any signal get an advantage too.
-
     Symbols: rewards (rows, functions), advantages (rows,), float64.
 
     Special cases: a reward that a function did not give (NaN) is left out of that function's statistics and adds 0
     (`nan_policy: exclude`), or counts as a reward of 0 (`nan_policy: zero`). A row without any reward has advantage 0;
     with "exclude" it is left out of line 3, with "zero" it counts in the statistics as zeros. A row that another method
-    withdrew counts nowhere. A reward that is constant in a group (spread within rounding, 1e-6 of its size or of 1)
-    adds 0 there. Groups of one have advantage 0 and cause a warning.
+    withdrew counts nowhere. A reward that is constant in a group adds 0 there. Groups of one have advantage 0, with a
+    warning.
 
     Raises:
         MethodError: another method changed the reward; GDPO reads the reward functions, not their sum.
@@ -57,9 +55,7 @@ class Gdpo(Method):
     class Params(MethodParams):
         eps_group: float = param(1e-4, "constant added to the standard deviation of a reward in its group", gt=0)
         eps_batch: float = param(1e-4, "constant added to the standard deviation of the sum over the batch", gt=0)
-        batch_stat: Literal["row", "token"] = param(
-            "row", "unit in line 3: a rollout (paper, TRL fork) or a token (verl fork)"
-        )
+        batch_stat: Literal["row", "token"] = param("row", "unit of line 3: a rollout (paper) or a token (verl fork)")
         nan_policy: Literal["exclude", "zero"] = param("exclude", "a reward that was not given: left out, or 0 (code)")
 
     def advantages(self, rollouts: Rollouts) -> Tensor:

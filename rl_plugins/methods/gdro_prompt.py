@@ -19,8 +19,8 @@ _CODE = {"weight_form": "code"}
 class GdroPrompt(Binned):
     """Weights bins of difficulty by their loss and multiplies the advantages by these weights.
 
-    Prompts are put into bins b by their running pass@k, known before the batch (see `gdro.bins`). With l(b) the mean of
-    1 - reward over the rollouts of a bin in a batch, divided by the bin's share of them with `norm_by_share`:
+    Prompts are put into bins b by their running pass@k before the batch (see `_gdro.bins`). With l(b) the mean of 1 -
+    reward over the rollouts of a bin in a batch, divided by the bin's share of them with `norm_by_share`:
 
         S(b) <- l(b) at the first visit, then (1 - beta) S(b) + beta l(b)      score: ema
         S(b) =  mean of l(b) over the visits                                    score: mean
@@ -31,24 +31,22 @@ class GdroPrompt(Binned):
 
         A <- A w
 
-    after any estimator and clip. The weights of a batch come from the scores before it. A bin without a visit has the
-    score 0. `zscore` puts (S - mean) / max(deviation, 1e-3), cut at +-3, over the visited bins in place of S.
+    after any estimator. The scores are those before the batch, 0 without a visit. `zscore` puts (S - mean) /
+    max(deviation, 1e-3), cut at +-3, over the visited bins in place of S.
 
-    Symbols: w (rollouts,), S, q (bins,) float64; beta = `score_beta`, largest = `largest_weight`. A rollout of several
-    rows counts once.
+    Symbols: w (rollouts,), S, q (bins,) float64; beta = `score_beta`, largest = `largest_weight`. Several rows of a
+    rollout count once.
 
     Special cases: rollouts without a reward (NaN) count in no score and no pass@k, but are weighted. Foreign prompts
     and those that `select` removed are not weighted; the latter count in scores and pass@k. An unseen prompt is in the
-    lowest bin. Groups of equal rewards have A = 0 with any weight. eta = 0, gamma = 1 or a single bin: all weights are
-    1 (paper form: eta = 0).
+    lowest bin.
 
     State: the scores, and history and bin of every prompt.
 
     Raises:
-        ConfigError: a parameter out of range, edges out of order; a stream.
+        ConfigError: edges out of order; a stream.
 
-    Source: arXiv 2601.19280, equations 6 to 12; verl/trainer/group_dro_grpo.py (ClassDroExp3p, PassKOnlineClassifier)
-    and verl/trainer/ppo/ray_trainer.py of the authors' code at b391899b.
+    Source: arXiv 2601.19280, equations 6 to 12; `verl/trainer/group_dro_grpo.py` of the authors' code at b391899b.
     """
 
     name = "gdro_prompt"

@@ -23,7 +23,7 @@ MOST_LOGGED = 16  # bins with metrics of their own
 class GdroRollout(Binned):
     """Learns for every difficulty bin how many rollouts its prompts should get, at a fixed total.
 
-    Prompts are put into bins b by their running pass@k, known before the batch (see `gdro.bins`). An arm is a number of
+    Prompts are put into bins b by their running pass@k before the batch (see `_gdro.bins`). An arm is a number of
     rollouts n from n_min to n_max; every bin has a score z_b(n) for each, 0 at the start. With m_b prompts of a bin in
     the batch, M in all, and nbar the mean of the given plan:
 
@@ -36,16 +36,15 @@ class GdroRollout(Binned):
         z_b(n_b) <- z_b(n_b) + l(b) - mu (n_b - nbar)           arm_sign: code; paper: -l(b) in place of l(b)
         mu <- mu + price_rate (mean n of the batch - nbar)      the shadow price of a rollout
 
-    If no choice meets the total exactly, the closest total below it is used. A plan of equal groups can always be met,
-    and then mu stays 0. `tie: uniform` adds -1e-9 m_b (n_b - nbar)^2, so equal scores give every prompt nbar. `first`
-    takes the first choice found, like the authors' code, starting from the hardest bin: equal scores then give few
-    rollouts to hard prompts.
+    If no choice meets the total exactly, the closest total below it is used. `tie: uniform` adds -1e-9 m_b (n_b -
+    nbar)^2, so equal scores give every prompt nbar. `first` takes the first choice found from the hardest bin on
+    (code).
 
     Symbols: z (bins, arms), p, l, mu float64; M nbar is the total of the plan. A rollout of several rows counts once.
 
     Special cases: rollouts without a reward (NaN) count in no mean and no pass@k; a bin without any reward leaves its
     arm unchanged. Foreign prompts and those with given completions (replay) stay as planned. An unseen prompt is in the
-    lowest bin. One bin, or eta = 0: the host's own plan (`tie: uniform`).
+    lowest bin.
 
     State: z, mu, and history and bin of every prompt.
 
@@ -75,9 +74,7 @@ class GdroRollout(Binned):
         eta: float = param(0.65, "eta, influence of an arm's score", ge=0)
         gamma: float = param(0.01, "share of p that is uniform over the arms", ge=0, le=1)
         price_rate: float = param(0.05, "alpha_mu, step size of mu; acts if earlier methods make uneven plans", ge=0)
-        arm_sign: Literal["code", "paper"] = param(
-            "code", "arms that gain: those of high loss (code) or low loss (paper)"
-        )
+        arm_sign: Literal["code", "paper"] = param("code", "arms that gain: of high loss (code) or low loss (paper)")
         baseline: Literal["batch", "none"] = param("batch", "loss that a bin's is compared with: the batch's, or 0")
         tie: Literal["uniform", "first"] = param("uniform", "choice among equal sums: nearest nbar, or the first found")
 

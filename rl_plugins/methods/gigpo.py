@@ -29,9 +29,8 @@ class Gigpo(Method):
         A^S_t = g_t - mean_S(g)                                         over the turns S of the group with t's state
         A_t   = A^E_t + step_advantage_w A^S_t
 
-    With `mode: mean_std_norm` both differences are divided by std + eps of the same turns (divisor n - 1). R_t is R. If
-    the action could not be understood, `invalid_action_penalty_coef` is subtracted from R_t and g_t after returns were
-    computed.
+    With `mode: mean_std_norm` both differences are divided by std + eps of the same turns (divisor n - 1). R_t is R.
+    `invalid_action_penalty_coef` is subtracted from R_t and g_t, after returns, if the action was not understood.
 
     Turns have the same state if their observations (`anchor`) are equal by value: texts, numbers, arrays, nested lists
     and mappings; an observation of None equals no other. With `similarity` texts may differ: the different texts of a
@@ -42,10 +41,9 @@ class Gigpo(Method):
 
     Special cases: turns of rows without a reward (NaN) count in no statistic and have A = 0. A state that no other turn
     shares has A^S = 0. A group with a single entry has A^E = 0, and a warning. If an environment gives no rewards, R
-    counts as the reward of the last turn, as in the paper's tasks.
+    counts as that of the last turn.
 
     Raises:
-        ConfigError: a parameter out of range.
         MethodError: an observation that cannot be compared, or one that is no text with `similarity`.
 
     Source: arXiv 2505.10978, Eq. 3 to 8; `gigpo/core_gigpo.py` of the authors' code.
@@ -62,13 +60,11 @@ class Gigpo(Method):
     class Params(MethodParams):
         gamma: float = param(0.95, "discount of later rewards, per turn", ge=0, le=1, only_if=_STATES)
         step_advantage_w: float = param(1.0, "weight of the comparison of states; 0: only rollouts are compared", ge=0)
-        mode: Literal["mean_norm", "mean_std_norm"] = param(
-            "mean_norm", "differences from the mean, also divided by std + eps"
-        )
+        mode: Literal["mean_norm", "mean_std_norm"] = param("mean_norm", "differences from the mean, or over std + eps")
         statistics: Literal["turns", "rollouts"] = param("turns", "units of the statistics of R (code: turns)")
         single_group: Literal["zero", "reward"] = param("zero", "A^E of a group with one entry: 0 or its reward")
         similarity: float | None = param(
-            None, "lowest difflib ratio of one state; none: equal", gt=0, lt=1, only_if=_STATES
+            None, "lowest difflib ratio of a state; none: equal", gt=0, lt=1, only_if=_STATES
         )
         autojunk: bool = param(True, "difflib's neglect of frequent letters in texts of 200 or more", only_if=_FUZZY)
         invalid_action_penalty_coef: float = param(0.1, "penalty of a turn whose action was not understood", ge=0)

@@ -42,12 +42,11 @@ class GrpoRoc(Method):
         if k_correct <= min(min_correct, correct):  k_correct = that minimum,  k_wrong   = G - k_correct
         stay: the k_correct correct rollouts with the lowest penalty, and the first k_wrong wrong ones
 
-    GRPO then runs on the remaining G rollouts. With `reject_equal_reward` a group of equal rewards leaves before; this
-    changes only the normalizer of the loss.
+    With `reject_equal_reward` a group of equal rewards leaves before.
 
     Symbols: reward and penalty (rows,) float64; a rollout of several rows (turns, agents) counts once, with their mean.
-    G is the `n` of the plan, plus the spare rollouts of other methods that have not left yet (MC-GRPO's pivot leaves
-    later, so G + 1 stay for it); of a group that was not planned floor(N / oversample).
+    G is the `n` of the plan, plus the spare rollouts of other methods that have not left yet; of a group that was not
+    planned floor(N / oversample).
 
     Special cases: a group of n = G stays whole. A group of n < G has lost rollouts: it leaves with a warning, or stays
     (`short_groups`). Rollouts without a reward (NaN) do not count in n and leave. In a tie the rollout generated first
@@ -74,7 +73,7 @@ class GrpoRoc(Method):
     class Params(MethodParams):
         oversample: float = param(2.0, "rollouts generated per trained rollout (report: 2)", gt=1)
         penalty: Callable[..., Any] | None = param(
-            None, "function penalty(rollouts): (rows,) numbers >= 0, its signals in `needs`; none: p"
+            None, "function penalty(rollouts): (rows,) numbers >= 0, with `needs`; none: p"
         )
         use_error: bool = param(True, "failing tool calls count in the penalty", only_if=_OWN)
         use_format: bool = param(True, "missing and repeated answer blocks count in the penalty", only_if=_OWN)
@@ -82,7 +81,7 @@ class GrpoRoc(Method):
         min_correct: int = param(2, "smallest number of correct rollouts that stay, if there are that many", ge=0)
         reject_equal_reward: bool = param(True, "groups of equal rewards leave before the selection (code)")
         positive_selection: Literal["top", "inverse_prob"] = param(
-            "top", "correct rollouts: lowest penalty (code), or drawn by 1 / (penalty + eps)"
+            "top", "lowest penalty (code), or drawn by 1 / (penalty + eps)"
         )
         inverse_eps: float = param(0.1, "constant added to the penalty in `inverse_prob`", gt=0, only_if=_DRAWN)
         correct_threshold: float = param(0.0, "reward above which a rollout is correct")

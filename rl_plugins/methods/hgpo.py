@@ -15,35 +15,31 @@ from rl_plugins.kit.agents.turns import Turns, joint, normalized, state_ids
 _ZERO = 1e-6  # relative difference from the mean that is rounding
 _DEEP, _BASE = {"history_length": above(0)}, {"base_group": True}
 _WEIGHED = ({"length_weight_alpha": above(0), **_DEEP}, {"length_weight_alpha": above(0), **_BASE})
+_ALPHA = (_DEEP, {**_BASE, "weight_offset": above(1)})
 
 
 class Hgpo(Method):
     """Compares a turn with turns of its group that share its state, its last two states, and so on.
 
-    If prompts hold the last K turns, turns of the same state have different prompts, which biases their comparison. For
-    turn t of a rollout with observations o, rewards r and depths k = 0 .. min(K, t):
+    For turn t of a rollout with observations o, rewards r and depths k = 0 .. min(K, t), K = `history_length`:
 
         g_t = r_t + gamma g_(t+1)                                   discounted return
         G_k = turns of the group with the same o_(t-k) .. o_t       G_0 holds G_1 holds ..
         A_k = (g_t - mean_k(g)) / (std_k(g) + eps)                  over G_k, divisor n; `mode: mean_norm`: no division
         A_t = sum_k w_k A_k / (sum_k w_k + eps),   w_k = (k + weight_offset)^length_weight_alpha
 
-    The sums run over depths whose group has another turn and whose A_k is not 0 (`drop_zero`), so A is not continuous
-    there. `base_group` adds one more entry of weight 1: the comparison of rewards over all turns of the group (GiGPO's
-    A^E, divisor n - 1).
+    The sums run over depths whose group has another turn and whose A_k is not 0 (`drop_zero`). `base_group` adds one
+    more entry of weight 1: the comparison of rewards over all turns of the group (GiGPO's A^E, divisor n - 1).
 
-    Symbols: everything is (turns,) float64 over `rollouts.turns`, for any row layout of the host. K is
-    `history_length`. Observations are equal by value (texts, numbers, arrays, nested lists and mappings); None equals
-    no other.
+    Symbols: everything is (turns,) float64 over `rollouts.turns`. Observations are equal by value (texts, numbers,
+    arrays, nested lists and mappings); None equals no other.
 
     Special cases: turns of rows without a reward (NaN) count in no statistic and have A = 0. A turn without another one
-    to compare with at any depth has A = 0. If an action could not be understood, `invalid_action_penalty_coef` is
-    subtracted from reward and return of that turn after returns were computed. If an environment gives no rewards, the
-    rollout's reward counts as that of its last turn. A difference from the mean below 1e-6 of the return (or of 1) is
-    0.
+    to compare with at any depth has A = 0. `invalid_action_penalty_coef` is subtracted from reward and return, after
+    returns, if an action was not understood. If an environment gives no rewards, the rollout's counts as that of its
+    last turn.
 
     Raises:
-        ConfigError: a parameter out of range.
         MethodError: an observation that cannot be compared.
 
     Source: arXiv 2602.22817, Eq. 3 to 7; `recipe/hgpo/core_hgpo.py` of the authors' code.
@@ -56,10 +52,7 @@ class Hgpo(Method):
     needs = frozenset({"turns"})
     advantages_per = "turn"
     idle = (
-        Idle(
-            {"compared_0": 0},
-            "no two turns of a group began in the same state. Look at what the environment shows as state.",
-        ),
+        Idle({"compared_0": 0}, "no two turns of a group began in the same state. Look at the environment's states."),
     )
 
     @dataclass(frozen=True)
@@ -67,17 +60,13 @@ class Hgpo(Method):
         history_length: int = param(2, "K, earlier states that are compared: as many as the prompt holds turns", ge=0)
         gamma: float = param(0.95, "discount of later rewards, per turn", ge=0, le=1)
         mode: Literal["mean_norm", "mean_std_norm"] = param(
-            "mean_std_norm", "differences from the mean, also divided by std + eps"
+            "mean_std_norm", "differences from the mean, or over std + eps"
         )
-        length_weight_alpha: float = param(
-            1.0, "alpha of the weights w_k", ge=0, only_if=(_DEEP, {**_BASE, "weight_offset": above(1)})
-        )
+        length_weight_alpha: float = param(1.0, "exponent alpha of w_k", ge=0, only_if=_ALPHA)
         weight_offset: int = param(1, "offset of k in w_k: 1 (paper) or 2 (code)", ge=1, only_if=_WEIGHED)
         drop_zero: bool = param(True, "A_k of exactly 0 leave the mean", only_if=(_DEEP, _BASE))
         base_group: bool = param(False, "comparison with all turns of the group as an entry of weight 1")
-        single_group: Literal["zero", "reward"] = param(
-            "zero", "base entry of a group with one turn: 0 or its reward", only_if=_BASE
-        )
+        single_group: Literal["zero", "reward"] = param("zero", "entry of a lone turn: 0 or its reward", only_if=_BASE)
         invalid_action_penalty_coef: float = param(0.1, "penalty of a turn whose action was not understood", ge=0)
         eps: float = param(1e-6, "constant added to the standard deviation and to the sum of weights", gt=0)
 

@@ -37,10 +37,10 @@ class LinearTS(Method):
 
         m_a <- (P_a + x x^T / s2)^-1 (P_a m_a + r x / s2),   P_a <- P_a + x x^T / s2
 
-    from P_a = I / prior_variance and m_a = 0. x was known before the batch; r is measured after it.
+    from P_a = I / prior_variance and m_a = 0.
 
-    The weights become shares of the batch's prompts by largest remainder; the remainder lost by rounding is carried
-    over to the next batch. The prompts of an arm come in a shuffled order, all of them before one is repeated.
+    The weights become shares of the batch's prompts by largest remainder; what rounding loses is carried over. The
+    prompts of an arm come in a shuffled order, all of them before one is repeated.
 
     `reward` r of an arm: `informative`, the share of its groups whose rewards differ, or `gain`, its mean reward minus
     that of its last visit. `context` x is a list of
@@ -61,15 +61,13 @@ class LinearTS(Method):
         s_a = (mean_a - mean of all arms' rewards) / max(deviation_a, deviation_floor)
         weight of a = (1 - exploration) max(s_a, 0) / sum_b max(s_b, 0) + exploration / arms
 
-    with equal weights while no score is positive.
+    with equal weights while no score is positive; deviations are population deviations.
 
-    Symbols: m (arms, d), P (arms, d, d), theta, x (d,) float64, d numbers of context; s2 = `noise_variance`;
-    deviations are population deviations.
+    Symbols: m (arms, d), P (arms, d, d), theta, x (d,) float64, d numbers of context; s2 = `noise_variance`.
 
     Special cases: rows without a reward (NaN) do not count; an arm without any reward is not updated. Rows that
     `select` removed count; foreign prompts do not. A rollout of several rows counts once. `gain` starts with an arm's
-    second visit. If an arm has too few prompts left, the other arms share the rest. In asynchronous modes a batch is
-    recorded with the context at the time of training, which is later than the context of its choice.
+    second visit. If an arm has too few prompts left, the other arms share the rest.
 
     State: precision, mean, the last rewards and mean reward per arm, carried-over remainders, the position in each
     arm's order, and the values of the context. All draws are from `self.rng`.
@@ -91,17 +89,15 @@ class LinearTS(Method):
     class Params(MethodParams):
         column: str = param("", "dataset column whose values are the arms, for example `domain`; required")
         rule: Literal["thompson", "contest"] = param(
-            "thompson", "posterior draws, or mean divided by deviation of the last rewards"
+            "thompson", "posterior draws, or mean over deviation of the last rewards"
         )
         reward: Literal["informative", "gain"] = param(
-            "informative", "share of an arm's groups with unequal rewards, or gain of its mean"
+            "informative", "share of an arm's groups with unequal rewards, or its gain"
         )
         context: tuple[str, ...] = param(
-            (CONSTANT,), "entries of x: constant, progress, .., or method/name of a logged value", only_if=THOMPSON
+            (CONSTANT,), "entries of x; method/name is a value logged in optimizer steps", only_if=THOMPSON
         )
-        draws: int = param(
-            1, "posterior draws per batch; 1: one arm makes the batch (paper), more: a mix", ge=1, only_if=THOMPSON
-        )
+        draws: int = param(1, "draws per batch; 1: one arm makes the batch (paper)", ge=1, only_if=THOMPSON)
         prior_variance: float = param(10.0, "prior variance of each entry of theta", gt=0, only_if=THOMPSON)
         noise_variance: float = param(0.5, "s2, noise variance of a reward", gt=0, only_if=THOMPSON)
         window: int = param(5, "number of last rewards of an arm that count", ge=1, only_if=CONTEST)

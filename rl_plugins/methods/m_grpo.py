@@ -34,11 +34,10 @@ class MGrpo(Method):
 
         A = (R - mean(R)) / (std(R) + std_eps)      over the rows of the same query and the same agent, divisor n - 1
 
-    so a sub-agent is compared with its kind over all K rollouts, and never with M. Then the sub-agents' rows of every
-    rollout are aligned to D = `sub_per_rollout`. If there are more, D stay, drawn without replacement. If there are
-    fewer, copies of the rollout's own rows are added, drawn with replacement. A rollout without any gets D rows of its
-    query (`fill_empty`). Statistics are taken before. c copies of a row are one row with advantage c A. This equals the
-    aligned batch up to one factor on the whole loss (and a KL term, which counts the row once).
+    Then the sub-agents' rows of every rollout are aligned to D = `sub_per_rollout`. If there are more, D stay, drawn
+    without replacement. If there are fewer, copies of the rollout's own rows are added, drawn with replacement. A
+    rollout without any gets D rows of its query (`fill_empty`). Statistics are taken before. c copies of a row are one
+    row with advantage c A.
 
     Symbols: rewards and advantages are (rows,) float64. Column `agent_column` has the agent's name, `main_agent` for M.
     All rows of rollout k share `group` and `rollout` and differ in `index`; a row holds its own agent's tokens only.
@@ -46,8 +45,7 @@ class MGrpo(Method):
 
     Special cases: rows without a reward (NaN) count in no statistic; a sub-agent's row leaves, and its place is filled.
     If M's row has no reward, its sub-agents' rows have none. A row without another of its kind has A = 0 and a warning;
-    equal rewards give 0. Several kinds of sub-agents form separate groups and share the D places. Without delegation
-    this is GRPO on M.
+    equal rewards give 0. Several kinds of sub-agents form separate groups and share the D places.
 
     Raises:
         ConfigError: a parameter out of range.
@@ -74,7 +72,7 @@ class MGrpo(Method):
         main_agent: str = param("main", "name of the main agent in `agent_column`")
         agent_column: str = param("agent", "name of the column with each row's agent")
         sub_reward: Literal["outcome", "own"] = param(
-            "outcome", "a sub-agent's format and the main agent's outcome (code), or its own"
+            "outcome", "its format and the main agent's outcome (code), or its own"
         )
         right_above: float = param(0.1, "reward above which the main agent is right", only_if=_OUTCOME)
         sub_right: float = param(1.0, "reward of a well-formed sub-agent if the main agent is right", only_if=_OUTCOME)

@@ -34,8 +34,7 @@ class McGrpo(Method):
     Special cases: rows without a reward (NaN) do not count in the statistics, have A = 0 and are the pivot only if no
     row of the group has a reward. A group of one rollout keeps it, with A = 0 and a warning. A group of equal rewards
     has A = 0 exactly and still loses its pivot. With two reward levels MAD is always 0, and rollouts off the median get
-    +-1/mad_eps; the method warns. Evaluation is the host's.
-
+    +-1/mad_eps; the method warns.
 
     Source: arXiv 2601.22582, equations for the advantage and the pivot; `src/open_r1/grpo_trainer_math.py` and
     `grpo_trainer_gsm.py`, advantage block of `_generate_and_score_completions`, for `mad_eps`, ties and compensation.
@@ -52,7 +51,7 @@ class McGrpo(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         scale: Literal["mad", "none", "std"] = param(
-            "mad", "divisor of the advantages: MAD + mad_eps (paper), none, or std + mad_eps"
+            "mad", "divisor: MAD + mad_eps, none, or standard deviation + mad_eps"
         )
         mad_eps: float = param(1e-3, "constant added to the divisor", gt=0, only_if={"scale": ("mad", "std")})
         zero_compensation: bool = param(False, "non-zero advantages times group size / their number (GSM8K trainer)")

@@ -28,16 +28,12 @@ class MssrBaseline(Tracked):
         rho  = rho_min + (Kbar / target_kl) (rho_max - rho_min)        while Kbar <= target_kl,    else rho_min
 
     A prompt starts with a + b = 1 / (1 - rho_min) counts (8) in the proportion of `initial_value`, or of its value in
-    `value_column`. a + b tends to 1 / (1 - rho), a memory of 8 to 25 visits. Kbar is the mean KL of the policy to the
-    reference over the last `kl_window` batches, this one included: each the mean over rows of the mean over tokens of
-    exp(d) - d - 1, d = log pi_ref - log pi_old. `rho` fixes it.
+    `value_column`. a + b tends to 1 / (1 - rho). Kbar is the mean KL of the policy to the reference over the last
+    `kl_window` batches, this one included: each the mean over rows of the mean over tokens of exp(d) - d - 1, d = log
+    pi_ref - log pi_old. `plan` asks for one rollout per prompt, and the driver fills the batch with further prompts.
 
-    `plan` asks for one rollout per prompt for any group size of the host, and the driver fills the batch with further
-    prompts: as many rows, group size times as many prompts.
-
-    Symbols: rewards, raw, A, v (rows,) float64; a, b (dataset size,) float64, keyed by dataset row. All rows of a batch
-    read the counts of the batch before; their outcomes then count one after the other, in the order of the plan. A
-    rollout of several rows counts once, with the mean of their rewards.
+    Symbols: rewards, raw, A, v (rows,) float64; a, b (dataset size,) float64, keyed by dataset row. Outcomes of a batch
+    count in the order of the plan. A rollout of several rows counts once, with their mean.
 
     Special cases: a row without a reward (NaN) is left out of mean, variance and counts and has A = 0. A batch of one
     scored row is not normalized. Foreign prompts (-1) have the initial value and no counts.
@@ -48,8 +44,7 @@ class MssrBaseline(Tracked):
         ConfigError: a parameter out of range; a dataset without a length.
         StateError: the counts are those of a smaller dataset.
 
-    Source: arXiv 2512.18215 and `MVSRValueTracker`, `compute_mvsr_advantage` in `verl/trainer/core_algos.py` of the
-    authors' code, whose numbers this reproduces.
+    Source: arXiv 2512.18215; `MVSRValueTracker`, `compute_mvsr_advantage` in the authors' `verl/trainer/core_algos.py`.
     """
 
     name = "mssr_baseline"

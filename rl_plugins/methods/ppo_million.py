@@ -34,8 +34,7 @@ class PpoMillion(Method):
         clipped = share of tokens with A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low
         samples_per_nat = samples of the batch / max(kl, 1e-8)
 
-    The loss gets a term of 0, so the weights are those of a run without the method, bit for bit. With `action: shrink`
-    the learning rate of every optimizer step is multiplied by
+    The loss gets a term of 0. With `action: shrink` the learning rate of every optimizer step is multiplied by
 
         lr_scale = factor^-cuts
 
@@ -54,7 +53,7 @@ class PpoMillion(Method):
     is known one batch later: in TRL that of its last optimizer step, in verl the mean over its optimizer steps.
 
     State: the last `window` triples of mean reward, kl and ratio; the samples of the newest batch; the batches since
-    the last cut; the number of cuts. It is deterministic.
+    the last cut; the number of cuts.
 
     Raises:
         ConfigError: a parameter out of range, or `action` is `grow` or `anchor`.
@@ -71,18 +70,14 @@ class PpoMillion(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         action: Literal["none", "shrink", "grow", "anchor"] = param(
-            "none", "answer to a plateau: none, or a smaller learning rate; others are refused"
+            "none", "answer to a plateau: none, or a smaller learning rate"
         )
-        clip_low: float = param(0.2, "lower clip range of the run's own loss, for the clip share", ge=0, le=1)
-        clip_high: float = param(
-            0.2, "upper clip range of the run's own loss, for the clip share", ge=0, allow_inf=True
-        )
+        clip_low: float = param(0.2, "lower clip range of the run's own loss, for `clipped`", ge=0, le=1)
+        clip_high: float = param(0.2, "upper clip range of the run's own loss", ge=0, allow_inf=True)
         window: int = param(20, "w, number of batches of the moving average and of the plateau test", ge=4, le=10_000)
         test: Literal["slope", "halves"] = param("slope", "test of whether the mean reward rises", only_if=SHRINK)
         alpha: float = param(0.05, "level of the t-test", gt=0, lt=1, only_if=_SLOPE)
-        kl_share: float = param(
-            0.5, "share of the older half's KL that the newer half must reach", ge=0, only_if=SHRINK
-        )
+        kl_share: float = param(0.5, "share of the older half's kl that the newer half reaches", ge=0, only_if=SHRINK)
         factor: float = param(2.0, "s, divisor of the learning rate at each cut", gt=1, only_if=SHRINK)
         max_cuts: int = param(4, "largest number of cuts in a run", ge=1, le=64, only_if=SHRINK)
 

@@ -38,7 +38,7 @@ class RewardAudit(Method):
 
         D = R(right answer) - mean R(wrong answers) in every row; D < 0 is critical
 
-    and changes of the prompt, repeated calls, near-duplicate prompts and the source are looked at. During training:
+    and changed prompts, repeated calls, near-duplicates and the source are looked at. During training:
 
         C1  s = mean reward of a group's most frequent answer - mean reward of its other answers
             z of a feature = (mean s with it - mu) / (sigma sqrt((1 - n/N) / n)), q by Benjamini and Hochberg
@@ -53,7 +53,7 @@ class RewardAudit(Method):
 
     Actions on what is critical: `warn`; `quarantine`, rewards of matching rows become NaN, so they leave every
     statistic and get the advantage 0; `stop`, before training with an error, during it after the batch and with a
-    checkpoint. Rewards of other rows are handed on as they are.
+    checkpoint.
 
     Symbols: R weighted sum of the reward functions; N, n groups with a sign, and those with the feature; mu, sigma mean
     and deviation of s over N. Features are words and pairs of words, strange characters, column values, length, system
@@ -87,36 +87,24 @@ class RewardAudit(Method):
         on_preflight: Action = param("stop", "action on critical findings before training", only_if=BEFORE)
         on_training: Action = param("quarantine", "action on critical findings during training", only_if=DURING)
         answer_column: str = param("", "column of the right answer; empty: the first known one", only_if=BEFORE)
-        gold_renderer: Function = param(
-            None, "function (answer, row) that writes an answer as a completion; none: seven forms"
-        )
+        gold_renderer: Function = param(None, "function (answer, row): the answer as a completion; none: seven forms")
         corrupter: Function = param(None, "function (answer, row, rng) that returns wrong answers; none: other numbers")
-        answer_extractor: Function = param(
-            None, "function (completion) that returns its final answer; none: the boxed or last number"
-        )
+        answer_extractor: Function = param(None, "function (completion): its answer; none: the boxed or last number")
         verifier: Function = param(None, "function (row, completion): 1 is right, 0 is wrong; none: no shadow check")
-        verify_share: float = param(
-            0.05, "rho, share of rollouts that the verifier judges", gt=0, le=1, only_if=_CHECKED
-        )
+        verify_share: float = param(0.05, "rho, share of rollouts that it judges", gt=0, le=1, only_if=_CHECKED)
         wrong_answers: int = param(2, "C, wrong answers of each row", ge=1, le=3, only_if=BEFORE)
         max_rows: int = param(10_000, "dataset rows that are looked at", ge=1, only_if=BEFORE)
         tol: float = param(1e-6, "largest difference of equal rewards, as a share of their span", ge=0, only_if=BEFORE)
-        tol_stochastic: float = param(
-            0.0, "allowed difference of two calls, as a share of the span", ge=0, only_if=BEFORE
-        )
+        tol_stochastic: float = param(0.0, "allowed difference of two calls, in spans", ge=0, only_if=BEFORE)
         tau: float = param(0.85, "Jaccard index of nearly equal prompts", gt=0, le=1, only_if=BEFORE)
-        delta: float = param(
-            0.5, "difference of two rewards that is told, as a share of the span", gt=0, only_if=BEFORE
-        )
+        delta: float = param(0.5, "difference of two rewards that is told, in spans", gt=0, only_if=BEFORE)
         declared_prompt_features: tuple[str, ...] = param((), "features that the reward may depend on", only_if=BEFORE)
         n_min: int = param(8, "fewest groups of a feature that is tested", ge=2, only_if=DURING)
         alpha: float = param(0.01, "level of the tests", gt=0, lt=1, only_if=DURING)
         window: int = param(20_000, "W, groups that the statistics remember", ge=16, only_if=DURING)
         every_n_batches: int = param(10, "batches between two tests", ge=1, only_if=DURING)
         max_features: int = param(100_000, "features that are counted", ge=1, only_if=DURING)
-        source_column: str = param(
-            "data_source", "column inside whose values the permutation test draws", only_if=DURING
-        )
+        source_column: str = param("data_source", "column of the permutation test", only_if=DURING)
         allow_change: bool = param(False, "a resumed run may have other reward code, data or config")
 
     def __init__(self, params: MethodParams | None = None) -> None:

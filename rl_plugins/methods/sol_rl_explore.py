@@ -24,22 +24,20 @@ class SolRlExplore(Method):
         2. choose    the floor(k / 2) seeds with the highest d, and the k - floor(k / 2) with the lowest
         3. make      noise from the same k seeds, all steps of the policy, rewards R_1 .. R_k
 
-    Rows are the samples of line 3. Nothing of line 1 reaches the loss, the log-densities or the logged reward: it is
-    seen in metrics of this method alone. Other modes of the choice are those of `sol_rl_select`, which can choose once
-    more, among the samples of line 3.
+    Rows are the samples of line 3; nothing of line 1 reaches the loss or the logged reward. Other modes of the choice
+    are those of `sol_rl_select`.
 
     Symbols: k is what the plan asks for, spare samples of other methods included. All seeds of a prompt differ.
 
     Special cases: explored samples without a reward (NaN) are chosen only where fewer than k have one. With `pool: 1`
-    nothing is explored. With the same model, steps and no noise on the way both stages make the same samples.
+    nothing is explored.
 
     State: none; seeds follow from the seed of the run, the batch and the prompt.
 
     Raises:
         ConfigError: a parameter out of range, more steps than a sample has, or no cheap copy.
 
-    Source: arXiv 2604.06916; `_rollout_for_one_prompt` in `train_scripts/sol_rl/train_sd3.py` of the authors' code,
-    commit 06af561.
+    Source: arXiv 2604.06916; `_rollout_for_one_prompt` in `train_scripts/sol_rl/train_sd3.py` of the authors' code.
     """
 
     name = "sol_rl_explore"
@@ -50,7 +48,7 @@ class SolRlExplore(Method):
     idle = (
         Idle(
             {"explored_std": 0},
-            "all explored samples of a prompt have the same reward. Look at the reward function and `steps`.",
+            "all explored samples of a prompt have one reward. Look at the reward, or raise `steps`.",
         ),
     )
 

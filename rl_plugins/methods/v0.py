@@ -28,16 +28,14 @@ class V0(Method):
         U(B, p) = B (1 - p) (1 - (1 - p)^(B - 1))     expected failed rollouts in a group that also has a success
         maximize sum_i U(B_i, p_i)   subject to   sum_i B_i = T,   min_rollouts <= B_i <= max_rollouts
 
-    T is what the host would generate (prompts x group size). A group with a single outcome has utility 0. Training is
-    the host's, on groups of the resulting sizes (never 1).
+    T is what the host would generate (prompts x group size). A group with a single outcome has utility 0.
 
-    U is not concave in B: one more rollout adds q + q^B (B - (B + 1) q) with q = 1 - p, which peaks near B = 2/p - 2.
-    So the optimum gives most of the budget to few hard prompts. `greedy` (paper; ties: first prompt) repeatedly takes
-    the best single rollout and is not optimal; it can be worse than equal budgets. `exact` is a dynamic program.
-    `uniform` keeps the host's plan.
+    U is not concave in B, so the optimum gives most of the budget to few hard prompts. `greedy` (paper; ties: first
+    prompt) repeatedly takes the best single rollout and is not optimal. `exact` is a dynamic program. `uniform` keeps
+    the host's plan.
 
-    p comes from `prior` (see `rl_plugins.kit.priors`). `value_model_loss` is the loss of the paper's value model; the model
-    itself is not shipped.
+    p comes from `prior` (`rl_plugins.kit.priors`). The paper's value model is not shipped, `value_model_loss` is its
+    loss.
 
     Symbols: p, B one per row of the plan; success (rollouts,) float64: a reward >= success_threshold, after `rewards`
     hooks, of all generated rows. A rollout of several rows (turns, agents) counts once.
@@ -46,7 +44,7 @@ class V0(Method):
     holds for all prompts. A foreign prompt (-1) has none (with `nearest` an average one) and is not remembered. A
     rollout without a reward (NaN) is no outcome. Given completions (replay) and `spare` rollouts keep their room.
 
-    State: that of the prior. Random draws only choose which rollouts of a batch larger than the context stay in it.
+    State: that of the prior. Draws only choose the context's sample of a large batch.
 
     Raises:
         ConfigError: a parameter out of range or without effect, or min_rollouts > group size.
@@ -73,7 +71,7 @@ class V0(Method):
     class Params(PriorParams):
         prior: Prior = param("nearest", "source of p: one of these, or a function values(prompts, context)")
         allocation: Literal["greedy", "exact", "uniform"] = param(
-            "greedy", "best single rollout (paper), a dynamic program, or the host's plan"
+            "greedy", "best single rollout (paper), a dynamic program, or the host's"
         )
         min_rollouts: int = param(2, "smallest number of rollouts of a prompt", ge=2, only_if=_SPLIT)
         max_rollouts: int = param(128, "largest number of rollouts of a prompt", ge=2, only_if=_SPLIT)

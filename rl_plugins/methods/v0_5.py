@@ -36,18 +36,16 @@ class V05(Method):
 
     and if gain > cost, `increment` more rollouts are made (D2 is then estimated again). cost = s2 / k_max^2 by default.
     The batch holds group size x prompts rows: a group size between k_init and k_max is room for extra rollouts, which
-    go to the prompts with the largest gains first. Unlike in GRPO a group of equal rewards has advantages, if its
-    reward is not V.
+    go to the prompts with the largest gains first.
 
     Symbols: rewards, advantages (rows,) float64; k, m, V, D2, w, b one per group. V comes from `prior` (see
     `rl_plugins.kit.priors`) and is clipped to the reward bounds. A rollout of several rows (turns, agents) counts once,
-    with the mean reward of its rows. b contains r_i, which biases the gradient by O(1/sqrt(k)); `leave_one_out` takes
-    m, k of the other rollouts.
+    with the mean reward of its rows. `leave_one_out` takes m, k of the other rollouts.
 
     Special cases: rollouts without a reward (NaN) are not in k or m; a group without any reward asks for no more. Where
     the prior has no value (NaN: before the first rewards) b = m.
 
-    State: that of the prior. Random draws only choose the context's sample of a large batch.
+    State: that of the prior. Draws only choose the context's sample of a large batch.
 
     Raises:
         ConfigError: a parameter out of range or without effect, more rounds than a batch may have, k_init > group size.
@@ -78,13 +76,13 @@ class V05(Method):
         k_max: int = param(16, "largest number of rollouts of a prompt", ge=1, only_if=_MORE)
         increment: int = param(1, "rollouts added per round", ge=1, only_if=_MORE)
         cost: float | None = param(
-            None, "gain above which another rollout is made; none: s2 / k_max^2; inf: never", ge=0, allow_inf=True
+            None, "gain above which one more is made; none: s2 / k_max^2; inf: never", ge=0, allow_inf=True
         )
         reward_low: float = param(0.0, "lowest possible reward")
         reward_high: float = param(1.0, "highest possible reward")
         leave_one_out: bool = param(False, "exclusion of the rollout itself from mean and k (ours)")
         advantage_norm: Literal["none", "group", "batch"] = param(
-            "none", "scope of the root mean square that divides A (ours)"
+            "none", "scope of the root mean square under A (ours)"
         )
 
         def check(self) -> None:

@@ -35,20 +35,18 @@ class Vade(Method):
     reward >= success_threshold (`success: threshold`), or the reward clipped to [0, 1] (`clipped_sum`).
 
     Special cases: rows that `select` removed count. Rows without a reward (NaN) do not, a prompt without a scored row
-    is treated as unselected, and foreign prompts (index -1) are ignored. A rollout of several rows (turns, agents)
-    counts once, with the mean over its rows. A batch that is not full asks again: the answer continues the ranking of
-    the same draw.
+    is treated as unselected, and foreign prompts (index -1) are ignored. A rollout of several rows counts once, with
+    their mean.
 
-    State: alpha and beta, 0 at the start (`rl_plugins.kit.evidence.Counts`). One draw per generation batch, from
-    `self.rng`; above 65,536 prompts not every p_i is drawn (`rl_plugins.kit.thompson`: the same distribution).
+    State: alpha and beta, 0 at the start. One draw per batch, from `self.rng`; above 65,536 prompts not every p_i is
+    drawn (the distribution is the same).
 
     Raises:
         ConfigError: a parameter out of range; a dataset without a length.
         MethodError: more prompts are asked for than are left.
         StateError: alpha and beta belong to a dataset of another length.
 
-    Source: arXiv 2511.18902 and its project page VADE-RL/VADE-RL.github.io (figure and caption). The code that the page
-    names is not available."""
+    Source: arXiv 2511.18902 and its project page VADE-RL/VADE-RL.github.io; the code that it names is not available."""
 
     name = "vade"
     fidelity = "abstract"

@@ -32,7 +32,7 @@ class Vcpo(Method):
         ess     = (sum_i w_i)^2 / sum_i w_i^2
         lr      <- lr min(1, (ess / B) / base_ess_ratio)^p        p = 1/2 (`sqrt`), 1 (`linear`); this step only
 
-    There is no clipping and no old policy. The `baseline` b_G of the group is
+    The `baseline` b_G of the group is
 
         opob    sum_i W_i R_i / sum_i W_i,   W_i = w_i^2 n_i^2      (variance is least where n_i is the gradient's norm)
         group   the mean,   none  0
@@ -42,9 +42,6 @@ class Vcpo(Method):
     `normalize_by_length` divides n_i^2 by L_i^2. `weight_power` has w_i^2 as in the paper, w_i^2 wbar_i^2 as in the
     authors' code, or none. `aggregate` puts the W-weighted lower median, or the W-weighted mean of rewards limited to
     their W-weighted 5% and 95% quantiles, in place of the mean.
-
-    On-policy every w is 1: ess / B = 1, the learning rate is the host's, and with rows of equal length (or `group`)
-    this is GRPO with a population deviation and a mean over rows.
 
     Symbols: lp, lp^rollout log-probs in nats at the weights of the optimizer step and of the sampling policy; R_i final
     rewards; L_i tokens of row i that are trained. Sums, weights and statistics are float64. Weights are taken relative
@@ -74,18 +71,16 @@ class Vcpo(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         lr_scale: Literal["sqrt", "linear", "none"] = param("sqrt", "rule that scales the learning rate with ess / B")
-        base_ess_ratio: float = param(
-            1.0, "lowest ess / B at which the learning rate is the host's", gt=0, le=1, only_if=_SCALED
-        )
+        base_ess_ratio: float = param(1.0, "lowest ess / B with the host's learning rate", gt=0, le=1, only_if=_SCALED)
         truncation: float = param(8.0, "upper bound of the weight of a row in the loss", gt=0, allow_inf=True)
         baseline: Literal["opob", "group", "none"] = param(
-            "opob", "subtracted from rewards; opob needs whole groups in every step"
+            "opob", "subtracted from rewards; opob: steps must hold whole groups"
         )
         gradnorm: Literal["length", "proxy", "exact"] = param(
             "length", "estimate of n_i; exact is refused", only_if=OPOB
         )
         weight_power: Literal["paper", "code", "none"] = param(
-            "paper", "power of w_i in the baseline: once (paper), twice (code), none", only_if=OPOB
+            "paper", "power of w_i in W_i: once, twice or none", only_if=OPOB
         )
         normalize_by_length: bool = param(False, "division of W by L^2", only_if=OPOB)
         aggregate: Aggregate = param("mean", "statistic that makes the baseline of a group", only_if=OPOB)

@@ -25,9 +25,8 @@ class XrpoAllocate(Method):
         Pi    = h(n) - h(n + 1) + exploration sqrt(log(1 + T) / n)
 
     and the rollouts are handed out one by one to the largest Pi; n grows with each, s stays until the phase is
-    generated. T counts all rollouts of these prompts so far, including those just handed out. The total is the host's.
-
-    Symbols: h, Pi one per prompt, float64.
+    generated. T counts all rollouts of these prompts so far, including those just handed out. h and Pi are float64, one
+    per prompt.
 
     Special cases: a rollout without a reward (NaN) is not in n. A prompt with fewer than two rewards has s = 0; n
     counts as 1 at least. Among equal Pi the prompt with fewer rollouts comes first, then the one planned first. Prompts

@@ -36,16 +36,14 @@ class XrpoSeeds(Method):
         o ~ pi(. | template(E with their answers, q))        instead of pi(. | q)
 
     Similarity is the cosine of TF-IDF vectors of the prompts, or of what `embed` makes of them; a prompt with a
-    similarity of 0 or less is not an example. Without an example q is unchanged. A prompt with a success stays plain in
-    later rounds.
+    similarity of 0 or less is not an example. Without an example q is unchanged.
 
-    The rollouts are trained under the prompt they were made with, examples included, so they are on-policy. They join
-    the group of the plain rollouts. The policy learns to solve q with examples in the context; the paper expects that
-    this carries over to the plain prompt.
+    The rollouts are trained under the prompt they were made with, examples included, and join the group of the plain
+    ones.
 
     With `second_round` half of every prompt's rollouts (rounded down) are made in a second round; the total stays.
     Without it, the method plans no rollouts and changes the prompts of rows that other methods plan in later rounds
-    (`xrpo_allocate`, `dars`, `v0_5`). Name it after them, because it sees only what methods before it planned.
+    (`xrpo_allocate`, `dars`, `v0_5`). Name it after them.
 
     Symbols: a success is a reward >= success_threshold; in a batch, of the reward functions, before `rewards` hooks; in
     the corpus, after them. A rollout of several rows is one answer.
@@ -81,9 +79,7 @@ class XrpoSeeds(Method):
         second_round: bool = param(True, "a second round with half of the rollouts")
         corpus_size: int = param(1024, "number of prompts whose answers are kept", ge=1)
         max_characters: int = param(2000, "most characters of an answer; a longer one is cut", ge=1)
-        embed: Callable[..., Any] | None = param(
-            None, "function embed(texts): a row of numbers for each text; none: TF-IDF"
-        )
+        embed: Callable[..., Any] | None = param(None, "function embed(texts): a row of numbers per text; none: TF-IDF")
         success_threshold: float = param(0.5, "lowest reward that counts as a success")
         prompt_column: str = param("prompt", "dataset column with the prompt")
         template: str | None = param(None, "prompt with {examples} and {problem}; none: our English text")

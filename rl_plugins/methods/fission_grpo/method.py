@@ -5,18 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from rl_plugins import ConfigError, Idle, Method, MethodParams, Plan, PlanRow, Rollouts, Run, Tokens, param
-from rl_plugins.core.params import GIVEN
+from rl_plugins import ConfigError, Idle, Method, MethodParams, Plan, PlanRow, Rollouts, Run, Tokens
 from rl_plugins.kit.services import Failure, NotAsked, Service, failures
 from rl_plugins.methods.fission_grpo.calls import GENERIC, as_calls, leaks, read_calls, simulate
-
-_ERRORS = {"message": GIVEN}
+from rl_plugins.methods.fission_grpo.params import FissionParams
 
 
 class FissionGrpo(Method):
@@ -31,25 +28,23 @@ class FissionGrpo(Method):
         f = message about the error         the column's; or `message`(..); or the rules of `simulate`; never the answer
         x_corr = [prompt; assistant: the failed answer; tool: f]        pushed on the pool, a stack
 
-    An error that is already in the pool, or that occurred before in the batch, is left out and does not count. Errors
-    are the same if the prompt and the calls are (or the texts, where no call can be read).
+    An error that is already in the pool, or that occurred before in the batch, is left out. Errors are the same if the
+    prompt and the calls are (or the texts, where no call can be read).
 
     Recovery starts in every `every`-th batch if the pool holds `trigger` entries of at most `max_age` batches. The
     newest entries are popped, as many as fit into the share `share` of the rows. Each gets `group_size` rollouts in its
     own group, A_j = (R_j - mean) / std. They take free rows first, then rows of prompts drawn at random from the batch.
-    Rewards and other columns are those of the original prompt. Tokens of x_corr have no loss, because they are part of
-    the prompt.
+    Rewards and other columns are those of the original prompt; x_corr has no loss.
 
     The rules compare the answer's calls (JSON in <tool_call> tags or alone) with `tools_column` (schemas) and
     `gold_column` (the right calls); without both, only unreadable calls get a specific message.
 
-    Symbols: R, A (rows,) float64. Recovery prompts are foreign (-1) to other methods. If prompts are plain text, x_corr
-    is too: prompt, answer and f, each on its own line.
+    Symbols: R, A (rows,) float64. Recovery prompts are foreign (-1) to other methods.
 
-    Special cases: a message that reveals a value of the right arguments, which is neither in the prompt nor in the
-    failed answer, is replaced by a general one. A general message also replaces a missing one. Rollouts of several rows
-    or turns are left out, with a warning. Rollouts without a reward (NaN) are not errors. A failed recovery is pushed
-    again up to `max_depth` times in a row. Contexts longer than max_characters are dropped.
+    Special cases: a general message replaces a missing one, and one that reveals a value of the right arguments which
+    is neither in the prompt nor in the failed answer. Rollouts of several rows or turns are left out, with a warning.
+    Rollouts without a reward (NaN) are not errors. A failed recovery is pushed again up to `max_depth` times in a row.
+    Contexts longer than max_characters are dropped.
 
     State: the pool (prompt, digest of the error, row of the dataset, batch, depth), at most `capacity` entries.
 
@@ -63,35 +58,9 @@ class FissionGrpo(Method):
     fidelity = "reconstruction"
     does = "Turns failed tool calls into prompts about recovering from the error"
     problems = ("agents", "no_signal")
-    idle = (
-        Idle(
-            {"served": 0}, "no recovery prompt was trained. Look at `errors` and `pool`, and at `trigger` and `share`."
-        ),
-    )
+    idle = (Idle({"served": 0}, "no recovery prompt was trained. Look at `errors`, `pool`, `trigger` and `share`."),)
     state_version = 2  # entries have the digest of their error
-
-    @dataclass(frozen=True)
-    class Params(MethodParams):
-        share: float = param(0.25, "largest share of a batch's rows for recovery (ours)", gt=0, le=1)
-        group_size: int | None = param(None, "number of rollouts of a recovery prompt; none: the host's (ours)", ge=2)
-        trigger: int = param(1, "number of entries that the pool must hold before any is served (ours)", ge=1)
-        every: int = param(1, "number of batches from one recovery to the next (ours)", ge=1)
-        capacity: int = param(256, "most entries of the pool (ours)", ge=1)
-        max_age: int = param(4, "largest age of an entry, in batches (ours)", ge=1)
-        max_per_prompt: int = param(1, "most errors of a prompt that are kept per batch (ours)", ge=1)
-        max_depth: int = param(1, "most recoveries in a row; 1: none for a failed one (ours)", ge=1)
-        max_characters: int = param(20_000, "most characters of a recovery's messages (ours)", ge=1)
-        error_threshold: float = param(0.5, "lowest reward that is not an error (ours)")
-        correctness: str | None = param(None, "reward function that identifies errors; none: the total reward")
-        error_column: str | None = param(None, "column of the rows with the environment's own error text")
-        message: Callable[..., Any] | None = param(
-            None, "function message(error), a dict with prompt, answer, gold, tools; none: rules"
-        )
-        message_timeout: float = param(60.0, "time limit of a call of `message`, in s", gt=0, only_if=_ERRORS)
-        prompt_column: str = param("prompt", "dataset column with the prompt")
-        gold_column: str | None = param(None, "dataset column with the right calls")
-        tools_column: str | None = param(None, "dataset column with the schemas of the tools")
-        role: Literal["tool", "user"] = param("tool", "role of the error message; user for templates without tools")
+    Params = FissionParams
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

@@ -13,9 +13,8 @@ from rl_plugins.methods.latr.tree import grow
 class Latr(Method):
     """Makes the rollouts of a prompt with a lookahead tree instead of n independent samples.
 
-    Of n rollouts k = round(n eta) come from the tree (Python's round, to the even number), the others are sampled as
-    usual. p_1 >= ... >= p_m are the probabilities of the most likely tokens at temperature 1. For each place s from 0
-    on
+    Of n rollouts k = round(n eta) come from the tree (half to even), the others are sampled. p_1 >= ... >= p_m are the
+    probabilities of the most likely tokens at temperature 1. For each place s from 0 on
 
         1. every row that has not ended takes its most likely token, and for j = 2..m token j opens a branch if
                p_j > tau_abs  and  p_1 - p_j < tau_rel
@@ -29,21 +28,20 @@ class Latr(Method):
 
     Then copies of the first (greedy) row fill up to k rows, and every unfinished row is completed by ordinary sampling.
     Rows freed by pruning are used again. eta is `eta[i]` starting with generation batch `eta_steps[i]`, counted from 0.
-    eta = 0 is plain sampling; evaluation always uses plain sampling.
+    Evaluation always uses plain sampling.
 
-    A request brings up to `decode_ahead` tokens of a row with their alternatives, and the lines above are replayed on
-    them. The tree is the same for any `decode_ahead` unless it samples (`sample_nk`).
+    A request brings up to `decode_ahead` tokens of a row, and the lines above are replayed on them: the tree is the
+    same for any `decode_ahead` unless it samples (`sample_nk`).
 
     Symbols: a, b token ids; probabilities in [0, 1]. Suffix match is the longest suffix of one that occurs anywhere in
     the other. Tokens of the tree are `Kind.FORCED`: they were not sampled from a distribution of the engine, so
-    corrections by its log-probs are refused. All other tokens are sampled and have log-probs.
+    corrections by its log-probs are refused.
 
     Raises:
         ConfigError: a parameter out of range, `eta` and `eta_steps` that do not fit.
         MethodError: the engine does not report the most likely tokens.
 
-    Source: arXiv 2510.24302; model/generation.py, sample_filter.py, metrics.py, utils.py of the authors' code at commit
-    2adb0ed.
+    Source: arXiv 2510.24302; model/generation.py, sample_filter.py, metrics.py, utils.py of the authors' code, 2adb0ed.
     """
 
     name = "latr"

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, tensor
 
-from rl_plugins import Call, ConfigError, Generate, Method, MethodParams, Program, Prompt, Rollouts, param
+from rl_plugins import Call, ConfigError, Generate, Method, MethodParams, Program, Prompt, Rollouts
 from rl_plugins.core.errors import shown
-from rl_plugins.core.params import GIVEN
 from rl_plugins.core.redundancy import independent
 from rl_plugins.core.requests import Called
+from rl_plugins.methods.m_grpo_rollout.params import MGrpoRolloutParams
 from rl_plugins.methods.m_grpo_rollout.team import Team
 from rl_plugins.tools.messages.contracts import Contract
 from rl_plugins.tools.messages.guard import LineageGuard
 from rl_plugins.tools.messages.logs import write_log
 from rl_plugins.tools.messages.metrics import message_density, redundancy
 
-_GUARDS = ("speed", "strict")
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
@@ -34,21 +31,18 @@ class MGrpoRollout(Method):
     The main agent M writes turn by turn. Each turn may call sub-agents, at most `max_calls` in a rollout: `parse` finds
     their tasks in its text (default: the text between <tool_call> and </tool_call>). A sub-agent S reads its own
     conversation, `sub_prompt` with the task in it, and its completion is a row of its own. The text between <result>
-    and </result>, or else the whole completion, goes back to M as a message that M reads without training on it. Calls
-    of a turn are generated together. The rollout ends with a turn without a call, after `max_turns`, or when nothing
-    more fits.
+    and </result>, or else the whole completion, goes back to M as a message that M reads without training on it. The
+    rollout ends with a turn without a call, after `max_turns`, or when nothing more fits.
 
     Symbols: rows of a rollout are S's in the order of the calls, and M's last (the row an evaluation grades);
-    `meta["agent"]` is `main_agent` or `sub_agent` (the column `m_grpo` reads, also visible to reward functions). M's
-    row never contains S's tokens as its own and vice versa: S's result appears in M's row as observed text.
+    `meta["agent"]` is `main_agent` or `sub_agent`. S's result appears in M's row as observed text.
 
-    What M reads of a result can be checked first (docs/agents_safety.md). S's own tokens, and so its loss, stay as
-    they were sampled. `contract` validates it, repairs it once, or replaces it by the errors; `invalid_penalty` times
-    the share of rejected results is taken from the reward (S's row: its own result, M's row: all of its rollout).
-    `guard` checks its claims: a result with a rejected claim goes back to S with the evidence at most `guard_retries`
-    times, and S's next answer is a further turn of S's row. After that the rejected claims are dropped. If the check
-    itself fails, the results of this rollout are released with a tag. The author of a claim is S with the number of
-    its call, for example `sub 2`.
+    What M reads of a result can be checked first (docs/agents_safety.md). S's own tokens, and so its loss, stay as they
+    were sampled. `contract` validates it, repairs it once, or replaces it by the errors; `invalid_penalty` times the
+    share of rejected results is taken from the reward. `guard` checks its claims: a result with a rejected claim goes
+    back to S with the evidence at most `guard_retries` times, and S's next answer is a further turn of S's row. After
+    that the rejected claims are dropped. If the check itself fails, the results of this rollout are released with a
+    tag.
 
     Raises:
         ConfigError: a parameter out of range, or `contract` makes no contract.
@@ -64,65 +58,7 @@ class MGrpoRollout(Method):
     needs = frozenset({"chat_template"})
     independent_rollouts = True
     in_eval = ("rollout",)
-
-    @dataclass(frozen=True)
-    class Params(MethodParams):
-        main_agent: str = param("main", "name of the main agent in the column `agent`")
-        sub_agent: str = param("sub", "name of the sub-agents in the column `agent`")
-        parse: Callable[..., Any] | None = param(
-            None,
-            "function parse(text) that returns the list of tasks a turn delegates, for "
-            "example rl_plugins.methods.m_grpo_rollout.method:delegated (the default: texts in "
-            "<tool_call> tags)",
-        )
-        contract: Callable[..., Any] | None = param(
-            None,
-            "function contract() that returns the rl_plugins.tools.messages.Contract of a sub-agent's result, for example "
-            "rl_plugins.tools.messages.contracts:text_result",
-        )
-        invalid_penalty: float = param(
-            0.0, "loss of reward per share of results that the contract rejects", ge=0, only_if={"contract": GIVEN}
-        )
-        guard: Literal["off", "speed", "strict"] = param(
-            "off",
-            "policy of the guard of claims: unknown claims are tagged (speed) or verified (strict). `balanced` "
-            "verifies hubs, and the hub here is the main agent, which reads the results",
-        )
-        guard_facts: str = param(
-            "", "name of the column with a list of texts that are known to be true", only_if={"guard": _GUARDS}
-        )
-        guard_verifier: Callable[..., Any] | None = param(
-            None,
-            "function guard_verifier(fields) that returns green, yellow or red for fields['claim'], for example "
-            "rl_plugins.tools.messages.rules:verify_arithmetic (the default)",
-            only_if={"guard": "strict"},
-        )
-        guard_splitter: Callable[..., Any] | None = param(
-            None,
-            "function guard_splitter(message) that returns the list of claims, for example "
-            "rl_plugins.tools.messages.rules:split_claims (the default: sentences and JSON fields)",
-            only_if={"guard": _GUARDS},
-        )
-        guard_entailment: Callable[..., Any] | None = param(
-            None,
-            "function guard_entailment(fields) that returns green, yellow or red for fields['claim'] against "
-            "fields['premises'], for example rl_plugins.tools.messages.rules:entail_by_words (the default)",
-            only_if={"guard": _GUARDS},
-        )
-        guard_log: str = param(
-            "",
-            "folder to which every rollout's records are appended, for rl_plugins.tools.messages.read_logs and replay",
-            only_if={"guard": _GUARDS},
-        )
-        guard_retries: int = param(
-            1, "K, most times a result goes back to its sub-agent", ge=0, only_if={"guard": _GUARDS}
-        )
-        sub_prompt: str = param("{task}", "user message of the sub-agent; {task} is its task")
-        reply: str = param("<tool_response>{result}</tool_response>", "message to the main agent with one {result}")
-        max_calls: int = param(4, "most calls of sub-agents in a rollout, each a row", ge=1)
-        max_turns: int = param(8, "most turns of the main agent", ge=1)
-        sub_tokens: int | None = param(None, "most tokens of a sub-agent's answer; none: the completion length", ge=1)
-        timeout: float = param(30.0, "time limit of `parse`, and of the guard for each result, in seconds", gt=0)
+    Params = MGrpoRolloutParams
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

@@ -34,28 +34,23 @@ class RolloutReplay(Method):
 
     A replayed group brings its tokens, the log-probs of the policy that made them, their versions and its rewards. It
     is not generated or scored again; its advantages are computed with those of the batch. The loss must correct for the
-    older policy: `decoupled_ppo` with `action: none` is the paper's loss, `minpro` and `vcpo` are others. Without such
-    a loss replayed rows are trained as if they were fresh, and the run warns about it.
+    older policy, as `decoupled_ppo` does; else the run warns.
 
     Symbols: sigma = `fresh_share`; rows are rollouts. Log-probs float32 in nats, rewards (rollouts, functions)
     float64; versions are published weights, as in `Rollouts.version`.
 
     Special cases: a group is whole if as many rollouts stayed (`select`) as the host trains per prompt. Other groups
     are not stored, and not drawn after a resume with another group size. If there are fewer usable groups than wanted,
-    fresh prompts fill the batch. A group of equal rewards is not stored but still removes the older group of its
-    prompt. Among several groups of one prompt in a batch the last storable one is stored. Tokens that were only read
-    (from tools, environments, programs) are replayed as such. A group is not stored (`unstorable`) if it has a token of
-    unknown sampling probability, an empty rollout, or a prompt outside the dataset. Rollouts of several rows, or with
-    turns that a method compares, are not stored either: a given completion has one row and no turns. sigma = 1 is the
-    host's own batch.
+    fresh prompts fill the batch. Among several groups of one prompt in a batch the last storable one is stored. Tokens
+    that were only read (from tools, environments, programs) are replayed as such. A group is not stored (`unstorable`)
+    if it has a token of unknown sampling probability, an empty rollout, or a prompt outside the dataset. Rollouts of
+    several rows, or with turns that a method compares, are not stored either.
 
     `max_staleness` limits the age in the batch that is expected to train the group: the weights known when it is
-    planned, plus those the last publication added, plus the largest delay seen so far between the two. The delay is
-    read from replayed rows and is 0 except in verl's asynchronous modes. There a batch is trained up to
-    `num_warmup_batches` publications after it is planned, so replayed rows planned before the first ones were trained
-    may exceed the limit by the delay. `oldest` logs the age of trained rows.
+    planned, plus those the last publication added, plus the largest delay seen so far between the two. The delay is 0
+    except in verl's asynchronous modes, where the first `num_warmup_batches` batches may exceed the limit by it.
 
-    State: the groups, as tensors, and the delay; the draw is from `self.rng`, so a resumed run replays the same groups.
+    State: the groups, as tensors, and the delay; the draw is from `self.rng`.
 
     Raises:
         MethodError: the prompt of a replayed group is not the one that its rollouts answered.
@@ -67,9 +62,7 @@ class RolloutReplay(Method):
     fidelity = "paper"
     does = "Generates part of each batch and replays stored groups of earlier batches for the rest"
     problems = ("long_tail", "few_prompts")
-    needs: frozenset[str] | set[str] = frozenset(
-        {"prompt_index", "tokens", "token_ids", "token_versions", "rollout_logprobs"}
-    )
+    needs: frozenset[str] | set[str] = {"prompt_index", "tokens", "token_ids", "token_versions", "rollout_logprobs"}
     replays = True
     idle = (
         Idle(
@@ -83,11 +76,9 @@ class RolloutReplay(Method):
         fresh_share: float = param(0.5, "sigma, share of a batch's rows that is generated; 1: no replay", gt=0, le=1)
         buffer_groups: int = param(512, "most groups in the buffer; the oldest leave", ge=1, only_if=REPLAYS)
         max_staleness: int | None = param(
-            None, "largest age of a group in its batch, in published weights; none: no limit", ge=1, only_if=REPLAYS
+            None, "largest age of a group in its batch, in published weights", ge=1, only_if=REPLAYS
         )
-        start_batch: int = param(
-            2, "first batch with replay, from 0; 2: after the paper's first cycle", ge=1, only_if=REPLAYS
-        )
+        start_batch: int = param(2, "first batch with replay, from 0", ge=1, only_if=REPLAYS)
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

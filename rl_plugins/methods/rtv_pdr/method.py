@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from rl_plugins import ConfigError, Idle, Method, MethodParams, param
-from rl_plugins.core.params import GIVEN, above
+from rl_plugins import Idle, Method, MethodParams
 from rl_plugins.core.requests import Call, Called, Generate, Generated, Program, Prompt, Score, Trajectory, together
 from rl_plugins.kit.agents import play
-from rl_plugins.kit.agents.environment import check_environment
 from rl_plugins.kit.services import fill, prompt_text, with_task
 from rl_plugins.methods.rtv_pdr import texts
+from rl_plugins.methods.rtv_pdr.params import RtvPdrParams
 from rl_plugins.methods.rtv_pdr.tournament import Group, Vote, orders, parse_vote, rtv_rounds
 
 if TYPE_CHECKING:
     import numpy as np
 
 Part = Generator[Any, Any, Any]
-_WAVES, _AGENT = {"waves": above(1)}, {"environment": GIVEN}
-_CALLED = (_AGENT, {"summarizer": GIVEN}, {"judge": GIVEN})
-_OWN_JUDGE, _OWN_SUMMARY = {"judge": None}, {"summarizer": None}
-Function = Callable[..., Any] | None
 
 
 class RtvPdr(Method):
@@ -45,26 +40,23 @@ class RtvPdr(Method):
     Summarizer and judge are the policy itself, or callables. Neither sees rewards or reference answers.
 
     In evaluation the selected rollout is returned with the prompt it was made from; let the host ask for one rollout.
-    In training, with n the host's group size:
+    In training, with n the host's group size, refined rollouts are a group whose prompt holds the summaries:
 
         plain     ordinary rollouts; the method acts in evaluation only
         refined   waves 0 .. T-2 as above, then the group is n rollouts of p + C, the same C for all of them
         hard      n rollouts of p; if no reward exceeds `hard_below`, they are wave 0, and n of p + C replace them
 
-    Refined rollouts form a separate group whose prompt holds the summaries.
-
     Symbols: p prompt, tau attempt, s summary, a text cut to `summary_chars`. A judge's vote is a number from 1 on (or a
     text with "Best: 2"). Dealing, ties and orders are drawn from the prompt's generator.
 
     Special cases: the end of the attempt replaces a summary that fails or is empty. A vote that fails or cannot be read
-    does not count; without any valid vote the winner is drawn. For an attempt too long for the summarizer, its end is
-    shown. Summaries may take half of the room for an answer.
+    does not count; without any valid vote the winner is drawn. The summarizer sees the end of an attempt that is too
+    long. Summaries may take half of the room for an answer.
 
     Raises:
-        ConfigError: a parameter out of range or without effect.
         MethodError: an environment that cannot be reset.
 
-    Source: arXiv 2604.16529, without code of the authors: N, T, K, G, V as independent readers and an unofficial
+    Source: arXiv 2604.16529, without code of the authors; N, T, K, G, V as independent readers and an unofficial
     implementation report them (genji970/Scaling-Test-Time-Compute-for-Agentic-Coding-, e4d81a6).
     """
 
@@ -74,41 +66,7 @@ class RtvPdr(Method):
     problems = ("no_verifier",)
     in_eval = ("rollout",)
     idle = (Idle({"refined": 0}, "no prompt was hard enough for another wave. Raise `hard_below`."),)
-
-    @dataclass(frozen=True)
-    class Params(MethodParams):
-        attempts: int = param(16, "N, number of rollouts of a wave", ge=1)
-        waves: int = param(2, "T, number of waves; 1: only a tournament", ge=1)
-        keep: int = param(4, "K, number of summaries that the next wave reads", ge=1, only_if=_WAVES)
-        group_size: int = param(2, "G, number of candidates of one comparison", ge=2)
-        votes: int = param(8, "V, number of votes per comparison", ge=1)
-        final_pool: Literal["last", "all"] = param(
-            "last", "waves whose rollouts are candidates for the answer", only_if=_WAVES
-        )
-        training: Literal["plain", "refined", "hard"] = param("plain", "kind of training rollouts")
-        hard_below: float = param(0.0, "largest reward that still gets another wave", only_if={"training": "hard"})
-        environment: Function = param(None, "class or function that makes an attempt's environment; none: answers")
-        max_turns: int = param(16, "most turns of an agent", ge=1, only_if=_AGENT)
-        turn_tokens: int | None = param(None, "most tokens of a turn; none: the room left", ge=1, only_if=_AGENT)
-        summarizer: Function = param(None, "function summarizer(problem, attempt) -> text; none: the policy")
-        judge: Function = param(None, "function judge(problem, summaries) -> number from 1; none: the policy")
-        call_timeout: float = param(120.0, "time limit of such a call, in seconds", gt=0, only_if=_CALLED)
-        summary_chars: int = param(4000, "most characters of a summary", ge=1)
-        summary_tokens: int = param(1024, "most tokens of a summary by the policy", ge=1, only_if=_OWN_SUMMARY)
-        judge_tokens: int = param(1024, "most tokens of a vote by the policy", ge=1, only_if=_OWN_JUDGE)
-        judge_temperature: float = param(1.0, "temperature of the policy as judge", gt=0, only_if=_OWN_JUDGE)
-        shuffle: bool = param(True, "random assignment of the candidates to groups (ours)")
-        permute: bool = param(True, "random order of the candidates for each vote (ours)")
-        ties: Literal["random", "first"] = param("random", "choice of the winner in a tie (random is ours)")
-        unparsable: Literal["discard", "first"] = param("discard", "treatment of an unreadable vote (ours)")
-
-        def check(self) -> None:
-            check_environment(self.environment)
-            if self.training != "plain" and self.waves < 2:
-                raise ConfigError(
-                    f"`training` is {self.training}, which needs a wave that reads summaries, and `waves` is "
-                    f"{self.waves}. Set waves: 2, or training: plain."
-                )
+    Params = RtvPdrParams
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

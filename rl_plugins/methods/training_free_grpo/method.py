@@ -1,29 +1,24 @@
-"""Training-Free GRPO (arXiv 2510.08191): a language model compares groups of rollouts in words, and the words go into
-the prompt."""
+"""Training-Free GRPO (arXiv 2510.08191): a language model compares rollouts in words, which go into the prompt."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, Plan, PlanRow, Rollouts, Run, Tokens, param
-from rl_plugins.core.params import GIVEN
+from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, Plan, PlanRow, Rollouts, Run, Tokens
 from rl_plugins.kit.services import ChatEndpoint, fill, prompt_text, with_task
-from rl_plugins.methods.training_free_grpo import library, texts
+from rl_plugins.methods.training_free_grpo import library
 from rl_plugins.methods.training_free_grpo.advisor import HIDDEN, Advisor, Attempt
-
-_LEARN, _URL = {"learn": True}, {"learn": True, "llm_url": GIVEN}
-_GRADED, _PAPER = {"learn": True, "ground_truth": True}, {"learn": True, "variant": "paper"}
-Function = Callable[..., Any] | None
+from rl_plugins.methods.training_free_grpo.params import TrainingFreeParams
 
 
 class TrainingFreeGrpo(Method):
     """Lets a language model compare the rollouts of a group and edit a short list of experiences; nothing is trained.
 
-    The policy pi stays frozen. The method learns a list E of texts, which is in the prompt of every rollout, also in
+    The policy pi stays frozen. It is a method and no tool because it acts through the hooks of a host's run, with the
+    host's rollouts and rewards. It learns a list E of texts, which is in the prompt of every rollout, also in
     evaluation:
 
         o_1 .. o_G ~ pi(. | template(q, E)),  r_i = reward
@@ -36,22 +31,20 @@ class TrainingFreeGrpo(Method):
                              E  <- E + all adds; apply(LLM(E, modifications)), a plan of modify and merge
         E  <- renumbered G0, G1, ..
 
-    E is edited once per generation batch. The language model is `llm(text) -> text`, `async` or not, or the endpoint of
-    `llm_url` and `llm_model`; the policy can be that model itself, because its weights do not change. While E is empty
-    the template says "None" (variant `paper`: the prompt is left as it is).
+    E is edited once per generation batch. The language model may be the policy itself. While E is empty the template
+    says "None" (`paper`: the prompt is unchanged).
 
     Symbols: r (rows,) float64. A rollout of several rows counts once: their texts in order, the reward of the last.
 
-    Special cases: a rollout without a summary is left out, and so is its group if it becomes uniform. A group without a
-    comparison or without JSON is left out. If there is no plan after all tries, E is unchanged (variant `paper`:
-    additions stay). Rows without a reward (NaN), and rows that `select` took out, are left out. A group of one is
-    compared only if its reward lies between the bounds.
+    Special cases: rows without a reward (NaN) or that `select` took out, rollouts without a summary, and groups without
+    a comparison or without JSON are left out. If there is no plan after all tries, E is unchanged (`paper`: additions
+    stay). A group of one is compared only if its reward lies between the bounds.
 
     State: the texts of E.
 
     Raises:
-        ConfigError: no language model or two, a template without its fields, an unreadable library. MethodError: no
-        rollout of a batch could be summarized, or a prompt is not known.
+        ConfigError: no language model or two, a template without its fields, an unreadable library.
+        MethodError: no rollout of a batch could be summarized, or a prompt is not known.
 
     Source: arXiv 2510.08191; TencentCloudADP/youtu-agent, `practice` is utu/practice of main (bef6ba5), `paper`
     training_free_grpo of the branch training_free_GRPO (7612f86).
@@ -64,68 +57,8 @@ class TrainingFreeGrpo(Method):
     needs = frozenset({"text", "column:prompt"})
     in_eval = ("plan",)
     trains = False
-    idle = (
-        Idle(
-            {"operations": 0},
-            "the library did not change. Look at `mixed`, `reward_low`, `reward_high` and `ground_truth`.",
-        ),
-    )
-
-    @dataclass(frozen=True)
-    class Params(MethodParams):
-        llm: Function = param(None, "function llm(text) -> reply, `async` or not; none: an endpoint", only_if=_LEARN)
-        llm_url: str | None = param(None, "OpenAI-compatible endpoint instead: http://host:8000/v1", only_if=_LEARN)
-        llm_model: str | None = param(None, "name of the model at the endpoint", only_if=_URL)
-        llm_key_env: str | None = param(None, "environment variable with its key; none: no key", only_if=_URL)
-        llm_temperature: float = param(0.7, "temperature of the endpoint", ge=0, only_if=_URL)
-        llm_max_tokens: int = param(4096, "most tokens of the endpoint's reply", ge=1, only_if=_URL)
-        llm_timeout: float = param(300.0, "time limit of one try, in seconds", gt=0, only_if=_LEARN)
-        llm_retries: int = param(2, "further tries of a call that failed", ge=0, only_if=_LEARN)
-        llm_concurrency: int = param(16, "number of calls at the same time", ge=1, only_if=_LEARN)
-        variant: Literal["practice", "paper"] = param(
-            "practice", "update rule of the published code, or of the paper's code"
-        )
-        library: str | None = param(None, "JSON file of the experiences, read at the start, written after each batch")
-        learn: bool = param(True, "permission to change the library; false: it is only used")
-        per_group: int = param(1, "most experiences (or operations) of a group", ge=1, only_if=_LEARN)
-        max_words: int = param(32, "most words of an experience; a longer one is cut (ours)", ge=1, only_if=_LEARN)
-        ground_truth: bool = param(True, "only groups with some success; false: all, answers hidden", only_if=_LEARN)
-        answer_column: str | None = param(None, "column with the answer; none: hidden", only_if=_GRADED)
-        reward_low: float = param(0.0, "reward of a failure (ours)", only_if=_GRADED)
-        reward_high: float = param(1.0, "reward of a success (ours)", only_if=_GRADED)
-        objective: str = param("It solves the task it is given.", "purpose of the agent", only_if=_LEARN)
-        learning_objective: str = param("How to solve such tasks more often.", "purpose of learning", only_if=_LEARN)
-        prompt_template: str = param(texts.PROMPT, "prompt of a rollout, with {experiences} and {problem}")
-        prompt_column: str = param("prompt", "dataset column with the prompt")
-        merge_without_text: Literal["skip", "delete"] = param(
-            "skip", "a merge without text: no change, or deletion (code)", only_if=_PAPER
-        )
-
-        def check(self) -> None:
-            if not self.learn and self.library is None:
-                raise ConfigError(
-                    "`learn` is false and there is no `library`, so nothing is left to do. Set "
-                    "`library` to a file, or set `learn` to true."
-                )
-            if self.learn and self.llm is None and self.llm_url is None:
-                raise ConfigError(
-                    "neither `llm` nor `llm_url` is given. Give the parameter `llm`, a function "
-                    "llm(text) as module:attribute (to try a run: rl_plugins.lab.demo.advisor:canned), "
-                    "or `llm_url` and `llm_model` of an endpoint, which may serve the policy "
-                    "itself."
-                )
-            if self.llm is not None and self.llm_url is not None:
-                raise ConfigError(f"`llm` and `llm_url` ({self.llm_url}) are both given. Remove one of them.")
-            if self.llm_url is not None and not self.llm_model:
-                raise ConfigError("`llm_url` is given without `llm_model`. Add the name of the model at the endpoint.")
-            missing = [f for f in ("{problem}", "{experiences}") if f not in self.prompt_template]
-            if missing:
-                raise ConfigError(f"`prompt_template` lacks {' and '.join(missing)}; the policy must see both.")
-            if self.reward_low >= self.reward_high:
-                raise ConfigError(
-                    f"`reward_low` is {self.reward_low:g} and `reward_high` {self.reward_high:g}; the first must be "
-                    f"lower. They are the rewards of a failure and of a success."
-                )
+    idle = (Idle({"operations": 0}, "the library did not change. Look at `mixed`, `reward_low` and `reward_high`."),)
+    Params = TrainingFreeParams
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rl_plugins import Groups, Method, MethodError, MethodParams, Rollouts, param
-from rl_plugins.core.params import above
+from rl_plugins import Groups, Method, MethodError, MethodParams, Rollouts
 from rl_plugins.kit.agents.turns import joint, normalized
-
-_RETURNS = ({"step_weight": above(0)}, {"episode_source": "rollout_return"}, {"filter_by": "first_return"})
-_EPISODE, _FILTERED = {"episode_weight": above(0)}, {"filter_by": ("first_return", "advantages")}
+from rl_plugins.methods.ui_s1.params import UiS1Params
 
 
 class UiS1(Method):
@@ -22,8 +18,7 @@ class UiS1(Method):
     A task is a recorded expert trajectory, a group its rollouts. Turn k of a rollout (a step in the paper) has the
     reward r_k and the match m_k (the policy's action is the expert's). While actions match, the next recorded
     observation is served; a wrong action is replaced by the expert's in the history, at most `max_patches` times, and
-    the rollout continues (`SemiOnlineEpisode`, `ui_s1_rollout`). The wrong action is trained with its low reward; its
-    replacement is never trained. Then
+    the rollout continues (`SemiOnlineEpisode`, `ui_s1_rollout`). The replacement is never trained. Then
 
         R_k = r_k + gamma R_{k+1}   if m_k and m_{k+1}    (`include_first_mismatch`: if m_k)
         R_k = r_k                   otherwise
@@ -36,15 +31,13 @@ class UiS1(Method):
     `filter_std`. The loss is the host's.
 
     Symbols: rewards, returns and advantages are (turns,) float64. In the signal "turns" `turn` is k, `reward` r_k and
-    `valid` m_k. After a patch the history differs from what the policy wrote, so every turn is a separate row (prompt
-    with the patched history, response), and the rows of a rollout share `group` and `rollout`; without patches a
-    rollout may also be one row. The reward of a row only tells whether it was scored (not NaN): values of reward
-    functions and `rewards` hooks are not used.
+    `valid` m_k. Every turn is a separate row (prompt with the patched history, response); without patches a rollout may
+    also be one row. The reward of a row only tells whether it was scored (not NaN): values of reward functions and
+    `rewards` hooks are not used.
 
     Special cases: a turn without a reward (NaN, or its row's reward is NaN) counts in no statistic, has A = 0, and ends
     the return of the turn before it; so does a turn whose row left. A turn that only one rollout reached has A_step =
-    0; a task of one turn has A = 0 and a warning. A task also leaves if its rollouts differ only in turns that R_0 does
-    not reach. With gamma = 0 that is every turn after the first: set `filter_by: none` then.
+    0; a task of one turn has A = 0 and a warning.
 
     Raises:
         ConfigError: a parameter out of range.
@@ -61,25 +54,7 @@ class UiS1(Method):
     problems = ("agents",)
     needs = frozenset({"turns"})
     advantages_per = "turn"
-
-    @dataclass(frozen=True)
-    class Params(MethodParams):
-        gamma: float = param(0.5, "discount of the rewards of later turns", ge=0, le=1, only_if=_RETURNS)
-        include_first_mismatch: bool = param(
-            False, "the first mismatch counts in the returns before it", only_if={"gamma": above(0)}
-        )
-        episode_source: Literal["step_reward", "rollout_return"] = param(
-            "step_reward", "turns' rewards (code) or rollouts' returns (paper)", only_if=_EPISODE
-        )
-        episode_weight: float = param(1.0, "weight of the episode advantage", ge=0)
-        step_weight: float = param(1.0, "weight of the turn's advantage (the paper's step advantage)", ge=0)
-        scale: Literal["std", "none"] = param("std", "divisor of the advantages: std + std_eps, or none")
-        std_eps: float = param(1e-6, "constant added to the standard deviation", gt=0, only_if={"scale": "std"})
-        filter_by: Literal["first_return", "advantages", "none"] = param(
-            "first_return", "spread that decides which tasks stay: of R_0 (code), of A (paper)"
-        )
-        filter_std: float = param(0.3, "standard deviation above which a task stays", ge=0, only_if=_FILTERED)
-        rows_per_rollout: int = param(16, "most rows of a rollout: turns of the longest task", ge=1)
+    Params = UiS1Params
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
