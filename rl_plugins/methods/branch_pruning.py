@@ -34,8 +34,7 @@ class BranchPruning(Method):
     tokens or without a reward (NaN) ranks last. Of equal ones the first stays. Rows that note no tree stay.
 
     Raises:
-        ConfigError: `depths` is empty and `width` is "none", so no node could leave.
-        MethodError: as of `branch_advantages`.
+        ConfigError, MethodError: `depths` is empty and `width` is "none"; trees as `branch_advantages` refuses them.
 
     Source: arXiv 2509.06040; `train_one_step_tree` in `fastvideo/train_branchgrpo_flux.py` of the authors' code.
     """

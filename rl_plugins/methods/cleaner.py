@@ -47,10 +47,10 @@ class Cleaner(Method):
         s <  gamma:  the whole turn of n             (deep: the reasoning goes, too)
         the error and the failed call are gone; the environment takes the repaired turn; again up to K times
 
-    After K retries the last failed call and its error stay, with a `note` after two or more retries, and the rollout is
-    not repaired again; nor is it if the other turn has no call: the error and that turn then stay as sampled. With
-    probability 1 - rollback_probability per rollout this is the plain agent loop. A call has failed if the environment
-    says so (`errors: invalid`), or if the text that it returns is not empty and lacks `success_marker` (`text`).
+    After K retries the last failed call and its error stay, with a `note` after two or more retries, and repairs end.
+    They also end if the other turn has no call: the error and that turn stay as sampled. With probability 1 -
+    rollback_probability per rollout this is the plain agent loop. A call has failed if the environment says so
+    (`errors: invalid`), or if the text that it returns is not empty and lacks `success_marker` (`text`).
 
     Symbols: tokens of n were sampled in another context, so they are forced: trained, without a rollout log-prob (NaN).
     `meta` of a row has the counts `calls` (first attempts), `failed_calls` (of those), `recovered`, `given_up`,

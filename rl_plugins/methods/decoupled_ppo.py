@@ -20,6 +20,7 @@ Proximal = Literal["recompute", "loglinear", "linear", "rollout"]
 WEIGHTED = ("recompute", "loglinear", "linear")  # proximal policies that differ from the behaviour policy
 BOUNDED = ("mask", "clamp")
 _BOUND = {"action": BOUNDED, "proximal": WEIGHTED}
+_ROW = {**_BOUND, "level": "sequence"}
 EPS = 1e-10  # added to the probability of `linear` before the logarithm, as in the authors' code
 
 
@@ -32,10 +33,10 @@ class DecoupledPpo(Method):
         loss   = omega ppo,   averaged over all tokens that are trained, rejected ones included
 
     `action: mask` rejects: tokens whose metric m lies outside of [lower, upper] have loss 0. `clamp` limits omega to
-    [lower or 0, upper]. `none` leaves it; the loss is then that of DOTS's replay (arXiv 2506.05316). m is of r' =
-    exp(lp^p - lp^b): `ratio` r'; `k1` log r'; `k2` (log r')^2 / 2; `k3` r' - log r' - 1; `k3_code` 1/r' + log r' - 1.
-    With `level: sequence` the tokens of a row share one m, the `aggregation` of their values. For the ratio it is taken
-    in log space, and omega is then the geometric mean of the row.
+    [lower or 0, upper]. `none` leaves it; the loss is then that of DOTS's replay (arXiv 2506.05316). The `metric` m is
+    of r' = exp(lp^p - lp^b): `ratio` r'; `k1` log r'; `k2` (log r')^2 / 2; `k3` r' - log r' - 1; `k3_code` 1/r' + log
+    r' - 1. With `level: sequence` the tokens of a row share one m, the `aggregation` of their values. For the ratio it
+    is taken in log space, and omega is then the geometric mean of the row.
 
     p has the weights v^p = `current_version`: in TRL those at the start of the generation batch, in verl the last
     published ones. With v = v^p + 1 and alpha = clip((v^p - v^b) / (v - v^b), 0, 1) per token, `proximal` is
@@ -76,9 +77,7 @@ class DecoupledPpo(Method):
         level: Level = param("token", "unit that weights and bounds are of", only_if={"proximal": WEIGHTED})
         action: Action = param("mask", "treatment of tokens outside the bounds", only_if={"proximal": WEIGHTED})
         metric: Metric = param("ratio", "quantity that is bounded", only_if={"action": "mask", "proximal": WEIGHTED})
-        aggregation: Literal["mean", "sum", "max"] = param(
-            "mean", "metric of a row", only_if={**_BOUND, "level": "sequence"}
-        )
+        aggregation: Literal["mean", "sum", "max"] = param("mean", "metric of a row", only_if=_ROW)
         upper: float = param(5.0, "upper bound of the metric", gt=0, allow_inf=True, only_if=_BOUND)
         lower: float | None = param(None, "lower bound of the metric; none: no bound", only_if=_BOUND)
 

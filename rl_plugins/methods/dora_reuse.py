@@ -38,8 +38,7 @@ class DoraReuse(RolloutReplay):
     State: the stored groups, as tensors, and the groups of a batch.
 
     Raises:
-        ConfigError: a mode that takes groups out of a buffer of its own (verl's asynchronous ones).
-        MethodError: the prompt of a reused group is not the one that its rollouts answered.
+        ConfigError, MethodError: a mode with a buffer of its own (verl's asynchronous ones); a prompt that has changed.
 
     Source: arXiv 2509.18883, section on reinforcement learning (online filtering with replay); no training code.
     """

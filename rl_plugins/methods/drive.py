@@ -63,11 +63,9 @@ class Drive(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         sizes: tuple[float, ...] = param(
-            (1.0, 0.4, 0.3, 0.15), "prompts of each phase: a share up to 1, else a number", gt=0
+            (1.0, 0.4, 0.3, 0.15), "prompts of a phase: a share up to 1, or a number", gt=0
         )
-        batches: tuple[int, ...] = param(
-            (20, 20, 20), "number of generation batches of each phase except the last", ge=1
-        )
+        batches: tuple[int, ...] = param((20, 20, 20), "number of generation batches of each phase but the last", ge=1)
         rollouts: tuple[int, ...] = param((), "rollouts per prompt in each phase; empty: the host's", ge=2)
         max_tokens: tuple[int, ...] = param((), "completion length in each phase; empty: the host's", ge=1)
         decay: float = param(0.5, "share of a prompt's older outcomes that remains after a visit", ge=0, le=1)

@@ -657,7 +657,7 @@ def test_refusals() -> None:
     ):
         preflight(twice, capabilities())
     bypass = capabilities(rollout_as_old="bypass_mode=True")
-    with pytest.raises(ConfigError, match="needs log-probs of the policy at the start of the step beside"):
+    with pytest.raises(ConfigError, match="needs log-probs of the policy at the start of the step in addition to"):
         preflight(stack(), bypass)
     for proximal in ("loglinear", "linear", "rollout"):  # these save the pass that `bypass_mode` leaves out
         assert preflight(stack(proximal), bypass) == {}

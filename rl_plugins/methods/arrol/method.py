@@ -12,20 +12,10 @@ import torch
 
 from rl_plugins import Idle, Method, MethodParams, Plan, Rollouts, Run, Tokens
 from rl_plugins.core.requests import Call, Called, Generate, Generated, Program, Prompt, Trajectory
+from rl_plugins.methods.arrol import survivors
 from rl_plugins.methods.arrol.head import Calibrator, features_of, fit, quality, with_prompt
 from rl_plugins.methods.arrol.params import ArrolParams
-from rl_plugins.methods.arrol.survivors import (
-    Array,
-    Mask,
-    at_least,
-    balanced,
-    count_to_keep,
-    draw,
-    extremes,
-    inclusion,
-    shift_for,
-    survival,
-)
+from rl_plugins.methods.arrol.survivors import Array, Mask
 
 
 class Arrol(Method):
@@ -112,7 +102,7 @@ class Arrol(Method):
         payload = {
             "head": {k: v.tolist() for k, v in s["head"].items()},
             "rates": list(calibrator.rates),
-            "shift": shift_for(calibrator(s["score"]).numpy(), s["weight"].numpy(), p.rule),
+            "shift": survivors.shift_for(calibrator(s["score"]).numpy(), s["weight"].numpy(), p.rule),
         }
         rows = tuple(row.replace(payload={**(row.payload or {}), self.name: payload}) for row in plan.rows)
         return plan.replace(rows=rows)
@@ -214,18 +204,20 @@ class Arrol(Method):
         """The undecided rollouts that are continued, and the probability of each."""
         p, rng = self.params, prompt.rng("survivors")
         least = min(len(q), p.min_keep - ended)
-        k = count_to_keep(len(q), p.keep_ratio, least)
+        k = survivors.count_to_keep(len(q), p.keep_ratio, least)
         if p.selection == "extremes":
-            return extremes(q, k, p.positive_ratio), np.ones(len(q))
+            return survivors.extremes(q, k, p.positive_ratio), np.ones(len(q))
         keep = self._keep_probability(q, k, shift)
-        chosen = rng.random(len(q)) < keep if p.independent else draw(keep, rng)
-        return at_least(least, chosen, keep), keep
+        chosen = rng.random(len(q)) < keep if p.independent else survivors.draw(keep, rng)
+        return survivors.at_least(least, chosen, keep), keep
 
     def _keep_probability(self, q: Array, k: int, shift: float) -> Array:
         p = self.params
         if p.selection == "survival":
-            return survival(q, p.rule, shift)
-        return inclusion(np.ones(len(q)) if p.selection == "random" else balanced(q, p.keep_ratio, p.positive_ratio), k)
+            return survivors.survival(q, p.rule, shift)
+        return survivors.inclusion(
+            np.ones(len(q)) if p.selection == "random" else survivors.balanced(q, p.keep_ratio, p.positive_ratio), k
+        )
 
     @staticmethod
     def _going(prompt: Prompt, begun: Sequence[Generated], rows: Sequence[Trajectory], least: int) -> Mask:

@@ -25,7 +25,7 @@ class Dars(Method):
         dn = min(dn, n_max - N),  0 for u >= 1/2
 
     and dn more in a second round. All rollouts of a prompt are one group, which leaves if its share of successes is
-    then 0 or at least `upper`. Advantages are the host's, divided by the group's deviation with `use_std`.
+    then 0 or at least `upper`. Advantages are the host's.
 
     The batch holds group size x prompts rows, and what N per prompt leave is room for second rounds. Prompts that are
     sure to leave (u >= `upper`, or no success and no second round) free their rows. If second rounds need more, each

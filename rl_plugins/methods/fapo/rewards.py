@@ -84,7 +84,7 @@ async def fapo_score(
 
     Returns:
         `score`; `acc`, whether the answer is right, whatever the judge says; `pred`, the answer, empty without one;
-        `is_flawed_positive`; `judge_failed`, whether the judge was asked in vain.
+        `is_flawed_positive`; `judge_failed`, whether the judge gave no answer.
 
     Raises:
         ConfigError: `params` name no judge, or one is out of range.
