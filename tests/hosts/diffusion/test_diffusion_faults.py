@@ -9,6 +9,7 @@ import signal
 import pytest
 import torch
 from flow_runs import SHAPE, ended, free_port, in_a_fork, kill_myself, make, weights
+from messages import raises
 from safetensors.torch import load_file, save_file
 
 from rl_plugins.core.errors import MethodError, StateError
@@ -164,25 +165,25 @@ def test_what_cannot_be_resumed_is_said(tmp_path, undisturbed):
         shutil.copytree(undisturbed[0], folder)
 
     again()
-    with pytest.raises(StateError, match="has checkpoints of an earlier run \\(checkpoint-6\\). Give resume_from=True"):
+    with raises(StateError, match="checkpoint-6.*resume_from=True"):
         make(folder, **OPTIONS).train()
-    with pytest.raises(StateError, match="There is no checkpoint nowhere. .* has: checkpoint-4, checkpoint-6"):
+    with raises(StateError, match="checkpoint-4.*checkpoint-6"):
         make(folder, **OPTIONS).train(resume_from="nowhere")
-    with pytest.raises(StateError, match="is no checkpoint of this trainer"):
+    with raises(StateError, match="no checkpoint"):
         make(folder, **OPTIONS).train(resume_from=str(tmp_path))
-    with pytest.raises(StateError, match="holds state of `looks`, which this run does not name"):
+    with raises(StateError, match="`looks`"):
         resumed(folder, ["gdpo"])
-    with pytest.raises(StateError, match="was saved at step 12, and the checkpoint is of step 6"):
+    with raises(StateError, match="12.*6"):
         resumed(folder, updates_per_batch=1)
-    with pytest.raises(StateError, match="belongs to another dataset"):
+    with raises(StateError, match="dataset"):
         resumed(folder, train_dataset=[{"prompt": 1, "level": i} for i in range(5)])
     (folder / "checkpoint-6" / checkpoint.WEIGHTS).write_bytes(b"damaged")
-    with pytest.raises(StateError, match="The weights of .* cannot be read"):
+    with raises(StateError, match="weights"):
         resumed(folder)
     shutil.rmtree(folder / "checkpoint-6")
     state = folder / "checkpoint-4" / "rl_plugins" / "state.json"
     state.write_text(state.read_text().replace('"step"', '"stop"', 1))
-    with pytest.raises(StateError, match="its checksum differs"):
+    with raises(StateError, match="its checksum differs"):
         resumed(folder)
     again()
     assert resumed(folder) == []  # it is at its end

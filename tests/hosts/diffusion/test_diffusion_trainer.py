@@ -9,6 +9,7 @@ import pytest
 import torch
 from flow_probes import SEEN
 from flow_runs import PROMPTS, Tiny, bright, flat, make, weights
+from messages import raises
 from methods.branch_loops import advantages_by_loops, first_copies, node_of
 
 from rl_plugins.core.errors import ConfigError, MethodError, StateError
@@ -178,7 +179,7 @@ def test_gdpo_on_two_rewards(tmp_path):
     other = make(tmp_path / "grpo", reward_funcs=[bright, flat])
     trainer.train(), other.train()
     assert not torch.allclose(weights(trainer), weights(other), atol=1e-4)
-    with pytest.raises(ConfigError, match="the run has 1 reward function"):
+    with raises(ConfigError, match="1 reward"):
         make(tmp_path / "one", ["gdpo"])
 
 
@@ -234,7 +235,7 @@ def test_the_cheap_copy_explores_and_is_refreshed(tmp_path):
     assert [len(x) for x in scored] == [16, 4, 4] * 3
     trained = [torch.cat(scored[i + 1 : i + 3]).mean().item() for i in (0, 3, 6)]
     assert [h["reward"] for h in logged] == pytest.approx(trained)
-    with pytest.raises(MethodError, match="the run has no cheap copy of the policy"):
+    with raises(MethodError, match="cheap"):
         make(tmp_path / "none", ["explores"]).train()
 
 
@@ -266,20 +267,20 @@ def test_samples_without_a_reward(tmp_path):
     logged = trainer.train()
     assert [h["rl_plugins/rows_trained"] for h in logged] == [0, 0, 8, 8] and "loss" not in logged[0]
     assert not torch.equal(before, weights(trainer))
-    with pytest.raises(MethodError, match="max_unrewarded_batches=1"):
+    with raises(MethodError, match="max_unrewarded_batches=1"):
         make(tmp_path / "gone", reward_funcs=lambda s, c: [None] * len(s), max_unrewarded_batches=1).train()
 
 
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (lambda s, c: [1.0], "returned 1 rewards for 8 samples"),
+        (lambda s, c: [1.0], "1.*8"),
         (lambda s, c: ["good"] * len(s), "it must return a number for each sample, or None"),
-        (lambda s, c: [math.inf] * len(s), "A reward is infinite"),
+        (lambda s, c: [math.inf] * len(s), "infinite"),
     ],
 )
 def test_wrong_rewards(tmp_path, function, why):
-    with pytest.raises(MethodError, match=why):
+    with raises(MethodError, match=why):
         make(tmp_path, reward_funcs=function).train()
 
 
@@ -287,7 +288,7 @@ def test_a_velocity_that_is_not_finite_ends_the_run(tmp_path):
     model = Tiny()
     with torch.no_grad():
         model.outer.bias.fill_(math.nan)
-    with pytest.raises(MethodError, match="a log-density that is NaN or infinite. Look at the velocities"):
+    with raises(MethodError, match="NaN.*infinite"):
         make(tmp_path, model=model).train()
 
 
@@ -310,9 +311,9 @@ def test_conditions(tmp_path):
     trainer.train()
     assert sorted(c for batch in asked[:2] for c in batch) == ["a", "bb", "ccc", "dddd"]
     assert [len(batch) for batch in asked] == [2, 2, 2]  # once per batch, not in every step
-    with pytest.raises(ConfigError, match="for anything else give the trainer `encode`"):
+    with raises(ConfigError, match="`encode`"):
         make(tmp_path / "none", train_dataset=["a", "b"]).train()
-    with pytest.raises(ConfigError, match="It must return a tensor with a row for each"):
+    with raises(ConfigError, match="tensor"):
         make(tmp_path / "short", train_dataset=["a", "b"], encode=lambda c: torch.zeros(1)).train()
 
 
@@ -321,12 +322,12 @@ def test_conditions(tmp_path):
     [
         ([], "has no prompts"),
         (iter(PROMPTS), "cannot be taken by number"),
-        ([{"class": 1}], "none of them is `prompt`"),
-        ([0], "The dataset has 1 prompts, and a batch takes prompts_per_batch=2"),
+        ([{"class": 1}], "`prompt`"),
+        ([0], "1.*prompts_per_batch=2"),
     ],
 )
 def test_datasets_that_cannot_be_trained(tmp_path, dataset, why):
-    with pytest.raises(ConfigError, match=why):
+    with raises(ConfigError, match=why):
         make(tmp_path, train_dataset=dataset)
 
 
@@ -464,9 +465,9 @@ def test_an_objective_of_another_kind(tmp_path, monkeypatch):
     again = make(tmp_path / "run", **options)
     again.train(resume_from=str(tmp_path / "run" / "checkpoint-2"))
     assert torch.equal(weights(again), weights(trainer)) and again.objective.steps == [1, 2, 3, 4, 5, 6]
-    with pytest.raises(StateError, match="is of the objective pulled, and this run has ppo"):
+    with raises(StateError, match="pulled.*ppo"):
         make(tmp_path / "run", updates_per_batch=2).train(resume_from=True)
-    with pytest.raises(ConfigError, match=r"(?s)needs log-probs of the policy at the start.*it has no ratio"):
+    with raises(ConfigError, match="(?s)log-probs.*ratio"):
         make(tmp_path / "looks", ["looks"], **options)
-    with pytest.raises(ConfigError, match="`same` changes `policy_loss`, and diffusion cannot do that here: it has no"):
+    with raises(ConfigError, match="`same`.*`policy_loss`"):
         make(tmp_path / "same", ["same"], **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from messages import raises
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.trl.commands.script import sort_arguments
@@ -28,7 +29,7 @@ FILES = {
 def test_a_config_file_that_cannot_be(name: str, tmp_path: Path) -> None:
     text, why = FILES[name]
     (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(ConfigError) as e:
+    with raises(ConfigError) as e:
         sort_arguments(["--config", str(tmp_path / "run.yaml")])
     assert why in str(e.value) and len(str(e.value)) < 800
 
@@ -37,6 +38,6 @@ def test_a_config_file_that_cannot_be(name: str, tmp_path: Path) -> None:
     "argv", [[LONG], [f"--{LONG}", "1"], ["--learning_rate", LONG]], ids=("word", "option", "value")
 )
 def test_a_command_line_that_cannot_be(argv: list[str]) -> None:
-    with pytest.raises(ConfigError) as e:
+    with raises(ConfigError) as e:
         sort_arguments(argv)
     assert len(str(e.value)) < 800

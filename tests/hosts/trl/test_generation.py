@@ -8,6 +8,7 @@ import torch
 import trl
 from datasets import IterableDataset
 from harness import history, length, make, score, stub_sampling, weights
+from messages import raises
 from transformers import TrainerCallback
 
 from rl_plugins.core.errors import ConfigError, MethodError
@@ -442,7 +443,7 @@ def test_prompts_may_be_merged_into_one_group(tmp_path):
 
 
 def test_rounds_without_end_are_an_error(tmp_path):
-    with pytest.raises(MethodError, match="`restless` asked for more rollouts in 64 rounds of one batch without"):
+    with raises(MethodError, match="`restless`.*64"):
         run(tmp_path, ["restless"], max_steps=1)
 
 
@@ -450,7 +451,7 @@ def test_a_plan_of_nothing_is_an_error(tmp_path, monkeypatch):
     import probes
 
     monkeypatch.setattr(probes.Small, "plan", lambda self, plan: plan.replace(rows=()))
-    with pytest.raises(MethodError, match="The plan of `small` asks for no rollout at all"):
+    with raises(MethodError, match="`small`"):
         run(tmp_path, ["small"])
 
 
@@ -460,7 +461,7 @@ def test_streams_have_prompts_but_no_index(tmp_path):
     assert all(len(b["advantages"]) == 64 for b in spy.batches)
     assert spy.batches_of_driver[0].decided.decision.rollouts.prompt_index.unique().tolist() == [-1]
     make(tmp_path, ["mc_grpo"], dataset=build_dataset(200, seed=1).to_iterable_dataset())  # a stream with columns
-    with pytest.raises(ConfigError, match="`vade` needs a stable dataset row.*stream"):
+    with raises(ConfigError, match="`vade`"):
         make(tmp_path, ["vade"], dataset=stream)
 
 
@@ -470,7 +471,7 @@ def test_a_plan_too_large_is_refused_before_generation(tmp_path, monkeypatch):
     monkeypatch.setattr(
         probes.Small, "plan", lambda self, plan: plan.replace(rows=tuple(r.replace(n=9) for r in plan.rows))
     )
-    with pytest.raises(MethodError, match=r"trains 72 rows, the batch takes 64\. Plan .*prompt \d+: 9"):
+    with raises(MethodError, match=r"72.*64.*9"):
         run(tmp_path, ["small"])
 
 
@@ -478,7 +479,7 @@ def test_spare_rows_that_stay_are_an_error(tmp_path, monkeypatch):
     import probes
 
     monkeypatch.setattr(probes.ZeroSpare, "select", lambda self, rollouts: rollouts.kept)
-    with pytest.raises(MethodError, match="65 rows would be trained, the batch takes 64"):
+    with raises(MethodError, match="65.*64"):
         run(tmp_path, ["zero_spare"])
 
 
@@ -526,7 +527,7 @@ def test_the_completions_table_stays_aligned(tmp_path):
 
 
 def test_no_reward_at_all_is_an_error(tmp_path):
-    with pytest.raises(MethodError, match="Not one of the 64 completions has a reward.*score_nothing"):
+    with raises(MethodError, match="64.*score_nothing"):
 
         def score_nothing(completion_ids, **kwargs):
             return [None] * len(completion_ids)
@@ -566,7 +567,7 @@ def test_an_outage_of_the_rewards_is_skipped_counted_and_resumed(tmp_path):
     assert history(t, "rl_plugins/rows_trained") == [0.0, 0.0], "in the other batches it is TRL's own number"
     assert t.methods.methods[0].state["steps"] == 4
     checkpoint = str(tmp_path / "out" / "checkpoint-3")
-    with pytest.raises(MethodError, match="in the 2 batches before \\(max_unrewarded_batches=2\\)"), stub_sampling():
+    with raises(MethodError, match="max_unrewarded_batches=2"), stub_sampling():
         make(tmp_path, ["counter"], reward=Outage(2, 3, 4), max_unrewarded_batches=2, **options).train(checkpoint)
     again = make(tmp_path, ["counter"], reward=Outage(2, 3), max_unrewarded_batches=2, **options)
     with stub_sampling():
@@ -666,9 +667,9 @@ def test_rollout_func_is_composed(tmp_path):
 
     t, spy = run(tmp_path, ["mc_grpo"], stub=False, more=dict(rollout_func=rollout), max_steps=1)
     assert len(spy.batches_of_driver[0].mine) == 72 and len(spy.batches[0]["advantages"]) == 64
-    with pytest.raises(ConfigError, match="`probing` generates in rounds, which cannot be served with rollout_func"):
+    with raises(ConfigError, match="`probing`.*rollout_func"):
         make(tmp_path, ["probing"], more=dict(rollout_func=rollout))
-    with pytest.raises(ConfigError, match="cannot be combined with rollout_func"):
+    with raises(ConfigError, match="rollout_func"):
         run(tmp_path, ["prefixed"], stub=False, more=dict(rollout_func=rollout), max_steps=1)
 
 
@@ -676,7 +677,7 @@ def test_stock_trainer_refuses_a_config_with_methods(tmp_path):
     from harness import config, policy
 
     args = config(tmp_path, ["mc_grpo"])
-    with pytest.raises(ConfigError, match="the trainer is TRL's own, which would ignore them"):
+    with raises(ConfigError, match="TRL"):
         trl.GRPOTrainer(
             model=str(policy(tmp_path / "policy")), reward_funcs=score, args=args, train_dataset=build_dataset(20)
         )

@@ -11,6 +11,7 @@ import probes
 import pytest
 import torch
 from harness import make, stub_sampling, weights
+from messages import raises
 
 from rl_plugins.core.errors import MethodError
 from rl_plugins.core.method import Method
@@ -53,7 +54,7 @@ def test_it_is_named_and_moves_nothing(tmp_path, monkeypatch, cases, hook, what)
     monkeypatch.setattr(probes.Noop, hook, function)
     trainer = make(tmp_path, ["noop"], max_steps=1, learning_rate=0.1)
     before = weights(trainer)
-    with pytest.raises(MethodError) as error, stub_sampling():
+    with raises(MethodError) as error, stub_sampling():
         trainer.train()
     assert "`noop`" in str(error.value) and f"`{hook}`" in str(error.value)
     assert len(str(error.value)) < 6000 and torch.equal(weights(trainer), before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import history, length, make, score, stub_sampling, weights
+from messages import raises
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -259,7 +260,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_the_weights_move(tmp_
         return made[-1]
 
     with stub_sampling():
-        with pytest.raises(MethodError, match=r"gradient is (nan|inf).*In the loss: `steep` \(regularize\)") as error:
+        with raises(MethodError, match=r"gradient is (nan|inf).*In the loss: `steep` \(regularize\)") as error:
             build().train()
         assert "Remove the method from `methods`" in str(error.value)
         saved = load_file(tmp_path / "out" / "checkpoint-1" / "model.safetensors")
@@ -311,7 +312,7 @@ def test_an_overflow_of_a_loss_scale_ends_no_run(tmp_path, caplog):
 def test_a_loss_scale_that_only_overflows_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(update, "MAX_SKIPPED", 3)
     message = r"NaN or infinite 3 times in a row.*the weights are good.*`steep` \(regularize\)"
-    with pytest.raises(MethodError, match=message):
+    with raises(MethodError, match=message):
         scaled(tmp_path, ["steep"], 2.0**16, max_steps=5, method_params={"steep": {"first": 0}})
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import history, make, stub_sampling
+from messages import raises
 from transformers import TrainerCallback
 
 from rl_plugins.core.errors import ConfigError
@@ -204,7 +205,7 @@ def test_vcpo_on_policy_keeps_the_learning_rate(tmp_path):
 
 def test_what_is_refused(tmp_path):
     def refused(match: str, methods: list[str], **options: Any) -> None:
-        with pytest.raises(ConfigError, match=match):
+        with raises(ConfigError, match=match):
             make(tmp_path, methods, **{"num_iterations": 2, **options})
 
     refused(
@@ -215,12 +216,12 @@ def test_what_is_refused(tmp_path):
         per_device_train_batch_size=32,
     )
     refused(
-        "`vcpo` needs tokens that another policy.*nothing to correct. Set num_iterations=2 or more, or use_vllm",
+        "`vcpo`.*num_iterations=2.*use_vllm",
         ["vcpo"],
         num_iterations=1,
     )
-    refused("`decoupled_ppo` needs tokens that another policy.*nothing to correct", ["decoupled_ppo"], num_iterations=1)
-    refused("`decoupled_ppo` needs log-probs of the distribution.*with top_p=0.9", ["decoupled_ppo"], top_p=0.9)
+    refused("`decoupled_ppo`", ["decoupled_ppo"], num_iterations=1)
+    refused("`decoupled_ppo`.*top_p=0.9", ["decoupled_ppo"], top_p=0.9)
     make(
         tmp_path,
         ["vcpo"],

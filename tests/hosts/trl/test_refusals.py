@@ -13,14 +13,14 @@ import torch
 import trl
 from datasets import Dataset
 from harness import config, history, length, make, score, stub_sampling, weights
+from messages import raises
 from trl import TrlParser
 
 from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.lab.demo.environments import Calculator
 from rl_plugins.lab.demo.policy import build_tokenizer
 from rl_plugins.lab.demo.tasks import build_dataset
-from rl_plugins.trl import capabilities
-from rl_plugins.trl import GRPOConfig, GRPOTrainer, compat
+from rl_plugins.trl import GRPOConfig, GRPOTrainer, capabilities, compat
 from rl_plugins.trl.trainer import MethodsMixin
 
 pytestmark = pytest.mark.host
@@ -33,7 +33,7 @@ def refused(tmp_path, match, methods, **options):
     args = config(tmp_path, methods, method_params=params or None, **rest)
     from rl_plugins.trl import GRPOTrainer
 
-    with pytest.raises(ConfigError, match=match) as e:
+    with raises(ConfigError, match=match) as e:
         GRPOTrainer(
             model="no/such/model",
             reward_funcs=options.get("reward", score),
@@ -52,25 +52,25 @@ def test_names_and_parameters(tmp_path):
         (["mc_grpo", "gdpo"], None, "`mc_grpo` and `gdpo` both decide `advantages`, and only one can"),
         (["grpo"], None, "`grpo` is the host's own algorithm"),
     ]:
-        with pytest.raises(ConfigError, match=match):
+        with raises(ConfigError, match=match):
             make(tmp_path, methods, method_params=params, reward=[score, length])
 
 
 def test_rounds_and_other_texts_beside_images(tmp_path):
     """Before the model is loaded: the columns of the dataset tell."""
     images = {"more": {"train_dataset": build_dataset(64).add_column("image", [None] * 64)}}
-    refused(tmp_path, "`probing` generates in rounds, and the dataset has images", ["probing"], **images)
-    refused(tmp_path, "`xrpo_seeds`: the prompts have image, and examples of several", ["xrpo_seeds"], **images)
+    refused(tmp_path, "`probing`", ["probing"], **images)
+    refused(tmp_path, "`xrpo_seeds`", ["xrpo_seeds"], **images)
 
 
 def test_groups_rewards_and_services_that_methods_need(tmp_path, monkeypatch):
     pair = dict(per_device_train_batch_size=8, num_generations=2)
-    refused(tmp_path, r"`grpo_roc`: at least min_wrong \+ min_correct = 2 \+ 2.*group size is 2", ["grpo_roc"], **pair)
-    refused(tmp_path, "`v0`: the group size is 2.*between `min_rollouts` = 3", ["v0"], **pair, v0={"min_rollouts": 3})
-    refused(tmp_path, "`v0_5`: the batch has room for 2", ["v0_5"], **pair)
+    refused(tmp_path, r"`grpo_roc`.*min_wrong.*min_correct.*2.*2.*2", ["grpo_roc"], **pair)
+    refused(tmp_path, "`v0`.*2.*`min_rollouts`.*3", ["v0"], **pair, v0={"min_rollouts": 3})
+    refused(tmp_path, "`v0_5`.*2", ["v0_5"], **pair)
     refused(
         tmp_path,
-        "up to 5 rows of a rollout, so a group of 8 rollouts needs 40 rows, and the batch holds 16",
+        "5.*8.*40.*16",
         ["m_grpo_rollout"],
         per_device_train_batch_size=16,
     )
@@ -78,30 +78,30 @@ def test_groups_rewards_and_services_that_methods_need(tmp_path, monkeypatch):
     rewards = [score, functools.partial(length), "somebody/my_model"]
     refused(
         tmp_path,
-        f"`drpo`: the parameter `reward` is 'right'.*{names}",
+        f"`drpo`.*`reward`.*'right'.*{names}",
         ["drpo"],
         drpo={"reward": "right"},
         reward=rewards,
     )
     refused(
         tmp_path,
-        "`fission_grpo`: `correctness` is 'right', and the reward functions are score",
+        "`fission_grpo`.*`correctness`.*'right'",
         ["fission_grpo"],
         fission_grpo={"correctness": "right"},
     )
     refused(
         tmp_path,
-        "`fission_grpo_reward`: there is no reward function `format`",
+        "`fission_grpo_reward`.*`format`",
         ["fission_grpo_reward"],
         reward=[score, length],
     )
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     endpoint = {"judge_url": "http://localhost:1/v1", "judge_model": "m", "judge_key_env": "NO_SUCH_KEY"}
-    refused(tmp_path, "`brpo`: The environment variable NO_SUCH_KEY", ["brpo"], brpo=endpoint)
+    refused(tmp_path, "`brpo`.*NO_SUCH_KEY", ["brpo"], brpo=endpoint)
     learned = {"llm_url": "localhost", "llm_model": "m"}
     refused(
         tmp_path,
-        "`training_free_grpo`: The endpoint is 'localhost'",
+        "`training_free_grpo`.*'localhost'",
         ["training_free_grpo"],
         training_free_grpo=learned,
     )
@@ -144,11 +144,11 @@ def test_a_missing_chat_template_is_told_before_the_model_is_loaded(tmp_path, mo
 
 
 def test_signals_options_and_hooks(tmp_path):
-    refused(tmp_path, "`gdpo` needs two or more reward functions: the run has 1 reward function", ["gdpo"])
-    refused(tmp_path, "`minpro` needs tokens that another policy sampled.*Set num_iterations=2", ["minpro"])
+    refused(tmp_path, "`gdpo`.*1", ["gdpo"])
+    refused(tmp_path, "`minpro`.*num_iterations=2", ["minpro"])
     refused(
         tmp_path,
-        "`minpro` needs log-probs of the distribution.*with top_p=0.9, top_k=50 the distribution",
+        "`minpro`.*top_p=0.9.*top_k=50",
         ["minpro"],
         num_iterations=2,
         top_p=0.9,
@@ -156,7 +156,7 @@ def test_signals_options_and_hooks(tmp_path):
     )
     refused(
         tmp_path,
-        "`aepo_clip` needs several optimizer steps.*ratio of current to old log-probs is 1. Set num_iterations=2",
+        "`aepo_clip`.*1.*num_iterations=2",
         ["aepo_clip"],
     )
     refused(
@@ -169,7 +169,7 @@ def test_signals_options_and_hooks(tmp_path):
     )
     refused(
         tmp_path,
-        "`softmax` changes `before_update`.*span two generation batches",
+        "`softmax`.*`before_update`",
         ["softmax"],
         steps_per_generation=3,
         gradient_accumulation_steps=2,
@@ -178,7 +178,7 @@ def test_signals_options_and_hooks(tmp_path):
     )
     refused(
         tmp_path,
-        "`softmax` changes `before_update`.*whole groups.*steps_per_generation=2",
+        "`softmax`.*`before_update`.*steps_per_generation=2",
         ["softmax"],
         steps_per_generation=4,
         gradient_accumulation_steps=2,
@@ -186,9 +186,7 @@ def test_signals_options_and_hooks(tmp_path):
     waits = (
         "`rollart_redundancy` needs rollouts that begin beyond.*: without a rollout program TRL generates all rollouts"
     )
-    refused(
-        tmp_path, f"{waits} in one batch and waits for the longest. Name .*turn_control.*april", ["rollart_redundancy"]
-    )
+    refused(tmp_path, f"{waits}.*turn_control", ["rollart_redundancy"])
     tree = "`latr` makes the rollouts and does not say that each is alone.*set `independent_rollouts = True`"
     refused(tmp_path, tree, ["latr", "rollart_redundancy"])
     grid = {"turn_control": {"environment": Calculator}}
@@ -211,21 +209,21 @@ def test_corrections_of_tokens_nobody_sampled(tmp_path):
 def test_losses_that_cannot_be_exact(tmp_path):
     refused(
         tmp_path,
-        "loss_type='bnpo' divides by the tokens of each micro-batch.*`half` cannot be exact",
+        "loss_type='bnpo'.*`half`",
         ["half", "mc_grpo"],
         loss_type="bnpo",
     )
-    refused(tmp_path, "`corridor` cannot be exact", ["corridor"], loss_type="bnpo")
+    refused(tmp_path, "`corridor`", ["corridor"], loss_type="bnpo")
     refused(
         tmp_path,
-        "`half` removes rows.*loss_type='grpo'.*an entropy bonus would be rescaled",
+        "`half`.*loss_type='grpo'",
         ["half"],
         loss_type="grpo",
         entropy_coef=0.01,
     )
-    with pytest.raises(ConfigError, match="Rows left the batch under loss_type='bnpo'"):
+    with raises(ConfigError, match="loss_type='bnpo'"):
         make(tmp_path, ["filter"], loss_type="bnpo").train()
-    with pytest.raises(ConfigError, match="`filter` removes rows"):
+    with raises(ConfigError, match="`filter`"):
         make(tmp_path, ["filter"], loss_type="dr_grpo", entropy_coef=0.01).train()
 
 
@@ -259,9 +257,7 @@ def test_methods_that_keep_the_batch_full_are_not_refused(tmp_path):
 
 
 def test_a_batch_that_is_not_full_though_a_method_says_so(tmp_path):
-    with pytest.raises(
-        MethodError, match="1 of 64 rows are missing in the batch, and `unfilled` states `keeps_batch_size`"
-    ):
+    with raises(MethodError, match="1.*64.*`unfilled`.*`keeps_batch_size`"):
         make(tmp_path, ["unfilled"], loss_type="bnpo", max_steps=1).train()
 
 
@@ -321,7 +317,7 @@ def test_options_of_vllm_are_not_set_without_it(tmp_path, capsys):
 
 def test_a_dataset_smaller_than_a_batch(tmp_path):
     """TRL itself reports success after 0 steps."""
-    with pytest.raises(ConfigError, match=r"has 7 prompts and a generation batch takes 8 .*train no step"):
+    with raises(ConfigError, match=r"7.*8"):
         make(tmp_path, ["mc_grpo"], dataset=build_dataset(7), max_steps=1).train()
     trainer = make(tmp_path, ["mc_grpo"], dataset=build_dataset(8), max_steps=1)
     trainer.train()
@@ -329,7 +325,7 @@ def test_a_dataset_smaller_than_a_batch(tmp_path):
     few = make(tmp_path, ["mc_grpo"], dataset=build_dataset(7), more={"eval_dataset": build_dataset(8, seed=2)})
     assert "eval_reward" in few.evaluate()
     for given in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match=f"rollout_cache_gb={given}: give a number of GB"):
+        with raises(ConfigError, match=f"rollout_cache_gb={given}"):
             make(tmp_path, ["mc_grpo"], rollout_cache_gb=given)
 
 
@@ -383,7 +379,7 @@ def test_left_over_parameters_on_the_command_line(tmp_path):
         f"methods: [mc_grpo]\nmethod_params: {{mc_grpo: {{mad_eps: 1e-3}}}}\n"
         f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n"
     )
-    with pytest.raises(ConfigError, match="parameters for `mc_grpo`, which is not among the methods"):
+    with raises(ConfigError, match="`mc_grpo`"):
         TrlParser((GRPOConfig,)).parse_args_and_config(["--config", str(tmp_path / "run.yaml"), "--methods", "vade"])
 
 
@@ -436,13 +432,13 @@ def test_a_moved_symbol_is_named(tmp_path):
     class Ours(MethodsMixin, Moved):
         pass
 
-    with pytest.raises(ConfigError, match=r"TRL 1\.16.* is not what rl-plugins builds on: Moved\.compute_loss"):
+    with raises(ConfigError, match=r"1\.16.*Moved\.compute_loss"):
         Ours(model="no/such/model", reward_funcs=score, args=config(tmp_path, ["mc_grpo"]))
 
 
 def test_an_untested_version_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.17.2")
-    with pytest.raises(ConfigError, match=r"TRL 1\.17\.2 is installed; .* tested with TRL >=1\.16,<1\.17"):
+    with raises(ConfigError, match=r"1\.17\.2.*1\.16.*1\.17"):
         compat.check_trl_version()
     monkeypatch.setenv(compat.ALLOW_VARIABLE, "1")
     compat.check_trl_version()
@@ -501,7 +497,7 @@ def test_a_trainer_and_a_dry_run_tell_methods_the_same(tmp_path, monkeypatch, op
     monkeypatch.setattr(probes.Counter, "start", start)
     data = build_dataset(200, seed=1)
     t = make(tmp_path, ["counter"], dataset=data, **{"max_steps": -1, "num_train_epochs": 1, **options})
-    with pytest.raises(MethodError, match="enough"):
+    with raises(MethodError, match="enough"):
         t.train()
     known = KnownRun(t.args, data, 200, ("score",))
     assert [f.name for f in told[0].reward_functions] == ["score"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import history, make, stub_sampling, weights
+from messages import raises
 from methods.ps_grpo_loops import COLUMN, check_ps_grpo
 from sampler_checks import (
     Arms,
@@ -57,23 +58,23 @@ def with_sets(rows: int, size: int) -> tuple[Any, list[str]]:
 @pytest.mark.parametrize(
     ("names", "params", "message"),
     [
-        (["dars", "v0"], {}, "`dars` and `v0` both decide how many rollouts prompts get, and only one can"),
-        (["xrpo", "dars"], {}, "Remove .* `xrpo_allocate` is part of `xrpo`: write `-xrpo_allocate`"),
-        (["brorl", "dars"], {"brorl": {"ramp": [[0, 16]]}}, "`brorl` and `dars` both decide how many rollouts"),
-        (["dars"], {"dars": {"n_first": 9}}, "`n_first` is 9, but the batch has room for 8 rollouts per prompt"),
-        (["drive", "gdro_rollout"], {"drive": STAGES}, "`drive` and `gdro_rollout` both decide how many rollouts"),
+        (["dars", "v0"], {}, "`dars`.*`v0`"),
+        (["xrpo", "dars"], {}, "`xrpo_allocate`.*`xrpo`.*`-xrpo_allocate`"),
+        (["brorl", "dars"], {"brorl": {"ramp": [[0, 16]]}}, "`brorl`.*`dars`"),
+        (["dars"], {"dars": {"n_first": 9}}, "`n_first`.*9.*8"),
+        (["drive", "gdro_rollout"], {"drive": STAGES}, "`drive`.*`gdro_rollout`"),
         (["drive"], {"drive": {**STAGES, "sizes": [6, 8]}}, "a set is part of the one before"),
-        (["drive"], {"drive": {**STAGES, "max_tokens": [14, 99]}}, "the host's completion length is 14"),
-        (["linear_ts"], {"linear_ts": {"column": "domain"}}, "dataset has no column `domain`.* task"),
-        (["difficulty_slices"], {"difficulty_slices": {"column": "wins"}}, "dataset has no column `wins`.* level"),
-        (["difficulty_slices"], {"difficulty_slices": {"column": "task"}}, "column `task` must hold a number in every"),
-        (["difficulty_slices"], {"difficulty_slices": {"heads": 201}}, "`heads` is 201, and the dataset has 200"),
-        (["difficulty_slices", "vade"], {}, "`difficulty_slices` and `vade` both"),
-        (["mode_switching"], {}, "is preference training.* `rl-plugins mode-pairs`"),
+        (["drive"], {"drive": {**STAGES, "max_tokens": [14, 99]}}, "14"),
+        (["linear_ts"], {"linear_ts": {"column": "domain"}}, "`domain`"),
+        (["difficulty_slices"], {"difficulty_slices": {"column": "wins"}}, "`wins`"),
+        (["difficulty_slices"], {"difficulty_slices": {"column": "task"}}, "`task`"),
+        (["difficulty_slices"], {"difficulty_slices": {"heads": 201}}, "`heads`.*201.*200"),
+        (["difficulty_slices", "vade"], {}, "`difficulty_slices`.*`vade`"),
+        (["mode_switching"], {}, "`rl-plugins mode-pairs`"),
     ],
 )
 def test_refused(tmp_path: Any, names: list[str], params: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, match=message):
         make(tmp_path, names, method_params=params)
 
 
@@ -83,7 +84,7 @@ def test_refused(tmp_path: Any, names: list[str], params: dict[str, Any], messag
 )
 def test_what_belongs_to_dataset_rows_is_refused_for_a_stream(tmp_path: Any, name: str) -> None:
     params = {"linear_ts": {"column": "task"}, "best_perm": {"templates": ["{prompt}"]}}.get(name, {})
-    with pytest.raises(ConfigError, match=f"`{name}` needs a stable dataset row .*: the dataset is a stream"):
+    with raises(ConfigError, match=f"`{name}`"):
         make(tmp_path, [name], method_params={name: params}, dataset=DATA.to_iterable_dataset())
 
 
@@ -300,11 +301,11 @@ def test_ps_grpo_leaves_places_empty_where_no_set_fits(tmp_path: Any) -> None:
     ("data", "params", "message"),
     [
         (DATA, {}, "no column `paraphrase_set_id`"),
-        (with_sets(40, 10)[0], {}, "`ps_grpo`: the largest set has 10 wordings, and a batch has 8 prompts"),
-        (with_sets(40, 4)[0], {"answer_column": "gold"}, "dataset has no column `gold`"),
-        (with_sets(40, 4)[0].to_iterable_dataset(), {}, "`ps_grpo` needs a stable dataset row .*: the dataset is a"),
+        (with_sets(40, 10)[0], {}, "`ps_grpo`.*10.*8"),
+        (with_sets(40, 4)[0], {"answer_column": "gold"}, "`gold`"),
+        (with_sets(40, 4)[0].to_iterable_dataset(), {}, "`ps_grpo`"),
     ],
 )
 def test_ps_grpo_is_refused_before_the_run(tmp_path: Any, data: Any, params: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, match=message):
         make(tmp_path, ["ps_grpo"], method_params={"ps_grpo": params}, dataset=data)

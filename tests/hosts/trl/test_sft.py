@@ -11,6 +11,7 @@ import pytest
 import torch
 import trl
 from harness import history, weights
+from messages import raises
 from peft import LoraConfig, get_peft_model
 from sft_runs import OTR, dataset, make, policy, trained
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -340,13 +341,13 @@ def test_sequences_of_a_packed_row():
     ],
 )
 def test_refused_by_the_config(tmp_path, options, text):
-    with pytest.raises(ConfigError) as e:
+    with raises(ConfigError) as e:
         sft.SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **options)
     assert text in str(e.value)
 
 
 def test_refused_by_the_trainer(folder, monkeypatch):
-    with pytest.raises(ConfigError, match="`compute_loss_func` and `loss_type: otr` are two losses"):
+    with raises(ConfigError, match="`compute_loss_func`.*`loss_type: otr`"):
         sft.SFTTrainer(
             str(folder / "policy"), make(folder, **OTR).args, train_dataset=dataset(), compute_loss_func=print
         )
@@ -354,7 +355,7 @@ def test_refused_by_the_trainer(folder, monkeypatch):
         trl.SFTTrainer(str(folder / "policy"), make(folder, **OTR).args, train_dataset=dataset())
     other = trl.SFTConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none")
     other.loss_type = "otr"
-    with pytest.raises(ConfigError, match=r"in a SFTConfig\. Take the config of rl_plugins\.trl\.sft"):
+    with raises(ConfigError, match=r"SFTConfig.*rl_plugins\.trl\.sft"):
         sft.SFTTrainer(str(folder / "policy"), other, train_dataset=dataset())
 
     from accelerate import Accelerator
@@ -367,7 +368,7 @@ def test_refused_by_the_trainer(folder, monkeypatch):
 
     parallel = Parallel()
     monkeypatch.setattr(Accelerator, "parallelism_config", property(lambda self: parallel))
-    with pytest.raises(ConfigError, match="not tested with `tp_size` above 1"):
+    with raises(ConfigError, match="`tp_size`.*1"):
         make(folder, **OTR)
 
 
@@ -397,11 +398,11 @@ def test_the_command_trains(folder, monkeypatch):
 
 
 def test_what_the_command_refuses(folder, monkeypatch):
-    with pytest.raises(ConfigError, match=r"`--otr_bets`, which neither `trl sft` nor .* Did you mean `otr_beta`"):
+    with raises(ConfigError, match=r"`--otr_bets`.*`trl sft`.*`otr_beta`"):
         script.sort_arguments(arguments(folder, "--otr_bets", "1"), script.SFT)
-    with pytest.raises(ConfigError, match=r"Methods act on rollouts; `rl-plugins trl grpo` takes them"):
+    with raises(ConfigError, match=r"`rl-plugins trl grpo`"):
         script.sort_arguments(arguments(folder, "--methods", "vade"), script.SFT)
-    with pytest.raises(ConfigError, match=r"-m rl_plugins\.trl\.sft"):
+    with raises(ConfigError, match=r"rl_plugins\.trl\.sft"):
         sft.run(arguments(folder, "--num_processes", "2"))
     started = []
     monkeypatch.setattr("accelerate.commands.launch.launch_command", started.append)

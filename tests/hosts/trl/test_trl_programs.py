@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import history, make, policy, score, weights
+from messages import raises
 from program_probes import SEEN
 
 from rl_plugins.core.errors import ConfigError, MethodError
@@ -229,7 +230,7 @@ def test_several_rows_of_a_rollout(tmp_path):
 
 
 def test_a_batch_too_small_for_the_rows_of_a_group_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="a group of 8 rollouts needs 16 rows, and the batch holds 8"):
+    with raises(ConfigError, match="8.*16.*8"):
         run(tmp_path, "rows", per_device_train_batch_size=8)
 
 
@@ -262,9 +263,7 @@ def test_without_an_optimizer_step_nothing_moves(tmp_path):
 
 
 def test_an_error_in_a_program_names_the_method(tmp_path):
-    with pytest.raises(
-        MethodError, match=r"(?s)`raises` failed in `rollout`: ValueError: the third wheel.*Remove `raises`"
-    ):
+    with raises(MethodError, match=r"(?s)`raises`.*`rollout`.*ValueError.*`raises`"):
         run(tmp_path, "raises")
 
 
@@ -304,11 +303,11 @@ def test_what_cannot_be_served_is_refused(tmp_path):
         """
         return x
 
-    with pytest.raises(ConfigError, match="the trainer has rollout_func"):
+    with raises(ConfigError, match="rollout_func"):
         make(tmp_path, ["plain"], more={"rollout_func": lambda prompts, trainer: {}})
-    with pytest.raises(ConfigError, match="the trainer has tools"):
+    with raises(ConfigError, match="tools"):
         make(tmp_path, ["plain"], more={"tools": [tool]})
-    with pytest.raises(ConfigError, match="neither tools nor an environment"):
+    with raises(ConfigError, match="tools.*environment"):
         make(tmp_path, ["gigpo"])
-    with pytest.raises(ConfigError, match="`probing` generates in rounds, and `plain`"):
+    with raises(ConfigError, match="`probing`.*`plain`"):
         make(tmp_path, ["plain", "probing"])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import history, make, score, weights
+from messages import raises
 from program_probes import SEEN
 
 from rl_plugins.core.errors import ConfigError
@@ -115,7 +116,7 @@ def test_groups_of_one_and_rows_that_are_all_cut_off(tmp_path):
 
 
 def test_what_cannot_be_interrupted_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"changes `admit`.*vLLM, which TRL does not let interrupt"):
+    with raises(ConfigError, match="`admit`.*vLLM"):
         make(tmp_path, ["over_begin"], use_vllm=True)
-    with pytest.raises(ConfigError, match=r"changes `admit`.*with a program"):
+    with raises(ConfigError, match="`admit`.*program"):
         make(tmp_path, ["over_begin", "plain"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from harness import history, make, weights
+from messages import raises
 from test_remote_reward import Rewards
 from transformers import TrainerCallback
 
@@ -67,9 +68,7 @@ def test_training_goes_on_without_the_rewards(tmp_path: Path, server: Rewards) -
 
 def test_training_stops_and_names_the_service(tmp_path: Path, server: Rewards) -> None:
     trainer, outage = run(tmp_path, server, "stop")
-    with pytest.raises(
-        MethodError, match=f"reward service at {server.params['url']} gave no reward in 2 tries.*resume"
-    ):
+    with raises(MethodError, match=f"reward service at {server.params['url']} gave no reward in 2 tries.*resume"):
         trainer.train()
     assert trainer.state.global_step == 1 and len(outage.weights) == 2
     assert bool((outage.weights[1] == weights(trainer)).all()), "nothing was trained on what came back"

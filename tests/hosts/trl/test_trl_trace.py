@@ -11,6 +11,7 @@ import pytest
 import torch
 import trl
 from harness import make, policy, stub_sampling, weights
+from messages import raises
 from traces import by_name
 
 from rl_plugins.core.errors import ConfigError
@@ -85,16 +86,16 @@ def test_without_methods_the_weights_are_those_of_trl(tmp_path: Path) -> None:
 
 
 def test_signals_that_the_run_does_not_have_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="`trace` needs turns of agents"):
+    with raises(ConfigError, match="`trace`"):
         make(tmp_path, trace={"signals": ["turns"]})
-    with pytest.raises(ConfigError, match="`trace` is 7. Give true, false, or options"):
+    with raises(ConfigError, match="`trace`.*7"):
         make(tmp_path, trace=7)
 
 
 def test_a_trainer_of_trl_that_would_write_none_is_refused(tmp_path: Path) -> None:
     args = GRPOConfig(str(tmp_path), trace=True, use_cpu=True, bf16=False)
     model, dataset = str(policy(tmp_path / "policy")), build_dataset(8, seed=1)
-    with pytest.raises(ConfigError, match="The config asks for a `trace`, and the trainer is TRL's own"):
+    with raises(ConfigError, match="`trace`"):
         trl.GRPOTrainer(model=model, reward_funcs=len, args=args, train_dataset=dataset)
 
 

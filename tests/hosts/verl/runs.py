@@ -1,6 +1,7 @@
 """Real runs of `python -m verl.trainer.main_ppo` on the CPU, in processes of their own that are gone afterwards.
 
-A run takes most of a minute to start, so tests share runs: `finished` makes each once per session and folder.
+A run takes most of a minute to start, so tests share runs: `walked` takes another stack of methods every step, and each
+step has its own tests.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow.parquet
 import torch
 from waiting import NEVER
 
@@ -51,6 +53,13 @@ SEPARATE = [
     "actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_file",
     "+ray_kwargs.ray_init.num_gpus=2",
     "ray_kwargs.ray_init.num_cpus=16",
+]
+
+COMMON = [
+    "+rl_plugins.rewards.exact=1",
+    "+rl_plugins.rewards.digits=0.5",
+    "+rl_plugins.method_params.mc_grpo.mad_eps=0.1",
+    "actor_rollout_ref.actor.calculate_entropy=True",
 ]
 
 # Metrics of staleness of ours -> those of verl they are equal to.
@@ -91,6 +100,13 @@ class Run:
     process: subprocess.Popen[bytes]
     mark: str
     started: float = field(default_factory=time.time)
+    settings: tuple[str, ...] = ()  # of a run by `walked`: the stack of every step
+    failed: dict[int, str] = field(default_factory=dict)  # step, from 0 -> log of the run that it ended
+    read: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # files of a run that is over
+
+    def check(self, number: int) -> None:
+        """Fails if the setting of a step (from 0) ended the run."""
+        assert number not in self.failed, f"`{self.settings[number]}` ended the run:\n{self.failed[number]}"
 
     @property
     def log(self) -> str:
@@ -106,6 +122,7 @@ class Run:
         return [e for e in self.events if e["kind"] == kind]
 
     def metrics(self, step: int) -> dict[str, float]:
+        self.check(step - 1)
         return next(e["metrics"] for e in self.of("stepped") if e["step"] == step)
 
     def measured(self, step: int) -> dict[str, float]:
@@ -125,12 +142,33 @@ class Run:
 
     def steps(self) -> list[dict[str, Any]]:
         """What every decision said, in order."""
-        files = sorted(self.folder.glob("step*.pt"), key=lambda f: int(f.name.split(".")[1]))
-        return [torch.load(f, weights_only=False) for f in files]
+        return self._load("step*.pt", lambda f: int(f.name.split(".")[1]))
 
     def updates(self, rank: int = 0) -> list[dict[str, Any]]:
-        files = sorted(self.folder.glob(f"update*.rank{rank}.pt"), key=lambda f: int(f.name[6:].split(".")[0]))
-        return [torch.load(f, weights_only=False) for f in files]
+        return self._load(f"update*.rank{rank}.pt", lambda f: int(f.name[6:].split(".")[0]))
+
+    def update(self, number: int) -> dict[str, Any] | None:
+        """The optimizer step of a step (from 0) that has one at most; none if no row stayed."""
+        trained = [i for i, s in enumerate(self.steps()) if bool(s["decision"].trained.any())]
+        return self.updates()[trained.index(number)] if number in trained else None
+
+    def _load(self, files: str, order: Callable[[Path], int]) -> list[dict[str, Any]]:
+        if files in self.read:
+            return self.read[files]
+        found = [torch.load(f, weights_only=False) for f in sorted(self.folder.glob(files), key=order)]
+        if self.process.poll() is not None:
+            self.read[files] = found
+        return found
+
+    def step(self, names: str) -> dict[str, Any]:
+        """What was decided the first time a setting had its turn."""
+        self.check(self.settings.index(names))
+        return self.steps()[self.settings.index(names)]
+
+    def rows_of(self, prompts: Sequence[int]) -> list[dict[str, Any]]:
+        """`extra_info` of rows of the dataset."""
+        table = pyarrow.parquet.read_table(self.folder / "data" / "train.parquet").to_pylist()
+        return [table[i]["extra_info"] for i in prompts]
 
     def wait_for(self, kind: str, timeout: float = NEVER, **values: Any) -> dict[str, Any]:
         """Waits until an event was written."""
@@ -252,11 +290,47 @@ def finished(folder: Path, overrides: Sequence[str], **kwargs: Any) -> Run:
     return run
 
 
-def broken(folder: Path, overrides: Sequence[str], **kwargs: Any) -> Run:
-    """A run that an error ends. A rank or a trainer that waited for one that is gone would wait for ever."""
-    run = start(folder, overrides, **kwargs)
-    assert run.wait() != 0, run.log[-3000:]
-    return run
+def walked(
+    parent: Path,
+    settings: Sequence[str],
+    overrides: Callable[[Path], Sequence[str]],
+    stand_in: str,
+    **kwargs: Any,
+) -> Run:
+    """A run that takes another stack of methods every step, and that the last of them ends with an error.
+
+    A setting that ends it earlier is noted, and the run is made again with a plain stack in its place: the tests of the
+    other settings have their steps. If nothing fails, Ray is started once.
+
+    Args:
+        parent: an empty folder.
+        settings: the stack of every step, "a+b".
+        overrides: from the folder of one attempt.
+        stand_in: the stack that takes the place of one that failed.
+    """
+    failed: dict[int, str] = {}
+    while True:
+        folder = parent / str(len(failed))
+        folder.mkdir(parents=True)
+        names = [stand_in if i in failed else name for i, name in enumerate(settings)]
+        options = [f"+carousel=[{','.join(names)}]", f"trainer.total_training_steps={len(names)}", *overrides(folder)]
+        run = start(folder / "run", options, trainer="carousel", **kwargs)
+        run.wait()
+        run.settings, run.failed = tuple(settings), failed
+        done = len(run.of("stepped"))
+        if done >= len(settings) - 1:
+            return run
+        assert run.of("step") and done not in failed and len(failed) < 4, run.log[-8000:]
+        failed[done] = run.log[-8000:]
+
+
+def check_end(run: Run, method: str, error: str) -> None:
+    """The last setting of a walk ended it, with the traceback, the method's name and the way to do without it."""
+    assert run.process.returncode != 0, run.log[-3000:]
+    assert f"Method `{method}` failed in {error}" in run.log and "raise ValueError(" in run.log
+    assert f"Remove `{method}` from `methods` to go on without it." in run.log
+    assert run.of("step")[-1]["step"] == run.of("stepped")[-1]["step"] + 1, "the step before it was whole"
+    assert run.of("stepped")[-1]["step"] == len(run.settings) - 1
 
 
 def check_costs(killed: Run, resumed: Run, step: int, last: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from messages import raises
 from waiting import NEVER
 
 pytest.importorskip("verl", reason="verl is not installed")
@@ -475,7 +476,7 @@ def test_the_platform_is_registered_and_refuses_a_rival(monkeypatch):
         pass
 
     monkeypatch.setattr(PlatformRegistry, "_platforms", {"cpu": Rival})
-    with pytest.raises(ConfigError, match=r"cannot register 'cpu' as a platform in verl, because .*Rival has that"):
+    with raises(ConfigError, match=r"'cpu'.*Rival"):
         activate()
     assert PlatformRegistry._platforms == {"cpu": Rival}
 
@@ -489,7 +490,7 @@ def test_names_are_registered_and_refuse_a_rival():
     assert get_rollout_class("hf_cpu").__name__ == "ServerAdapter"
     assert CheckpointEngineRegistry.get("cpu_file").__name__ == "FileCheckpointEngine"
     rival = types.SimpleNamespace(_ROLLOUT_REGISTRY={("hf_cpu", "async"): "somebody.Else"})
-    with pytest.raises(ConfigError, match=r"because 'somebody\.Else' has that name already"):
+    with raises(ConfigError, match=r"somebody\.Else"):
         names._adapter(rival)
 
 
@@ -500,14 +501,12 @@ def test_what_the_rollout_cannot_do_is_refused():
 
     good = dict(name="hf_cpu", tensor_model_parallel_size=1)
     check_config(RolloutConfig(**good))
-    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size is 2.*Set actor_rollout_ref\.rollout\.tensor_m"):
+    with raises(ConfigError, match=r"tensor_model_parallel_size.*2.*actor_rollout_ref\.rollout\.tensor_m"):
         check_config(RolloutConfig(name="hf_cpu"))
-    with pytest.raises(ConfigError, match="full_determinism is True"):
+    with raises(ConfigError, match="full_determinism"):
         check_config(RolloutConfig(**good, full_determinism=True))
     check_config(RolloutConfig(**good, quantization="int8"))
-    with pytest.raises(
-        ConfigError, match=r"quantization is fp8\. With rollout\.name=hf_cpu it must be null or one of bf16"
-    ):
+    with raises(ConfigError, match=r"fp8.*rollout\.name=hf_cpu.*bf16"):
         check_config(RolloutConfig(**good, quantization="fp8"))
 
 

@@ -1,4 +1,4 @@
-"""The reward functions of `rl_plugins.methods.fapo.rewards`, loaded from a config and called by verl's own reward manager."""
+"""The reward functions of `methods.fapo.rewards`, loaded from a config and called by verl's own reward manager."""
 
 from __future__ import annotations
 

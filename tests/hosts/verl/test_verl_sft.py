@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from messages import raises
 
 pytest.importorskip("verl", reason="verl is not installed")
 
@@ -134,7 +135,7 @@ def test_refusals(folder, overrides, text):
     from rl_plugins.core.errors import ConfigError
     from rl_plugins.verl import otr
 
-    with pytest.raises(ConfigError) as e:
+    with raises(ConfigError) as e:
         otr.check(sft_script.config(folder, overrides))
     assert text in str(e.value)
 

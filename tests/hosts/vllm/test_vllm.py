@@ -15,6 +15,7 @@ import pytest
 import torch
 import trl
 from harness import history, make, weights
+from messages import raises
 from processes import started
 from watch import Watch
 
@@ -97,7 +98,7 @@ def test_vade_and_mc_grpo(folder, colocate):
 
 def test_minpro_has_the_log_probs_of_the_engine(folder, colocate):
     """In the first step the weights differ from 1 only by what the engine rounds; the update is that of the formula."""
-    with pytest.raises(ConfigError, match=r"`minpro` needs .*use_vllm"):
+    with raises(ConfigError, match=r"`minpro`.*use_vllm"):
         make(folder, ["minpro"])
     t, watch = run(folder, ["minpro"], **colocate("auto"), max_steps=1, max_grad_norm=0.0, learning_rate=0.5)
     (call,), (batch,) = watch.calls, watch.batches

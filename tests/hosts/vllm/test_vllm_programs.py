@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from harness import history, make, weights
+from messages import raises
 from program_probes import SEEN
 from test_trl_turns import Walk
 from transformers import AutoModelForCausalLM
@@ -261,11 +262,11 @@ def test_turn_control(folder, vllm, batches, logprobs, turn_tokens):
 
 
 def test_what_vllm_cannot_do_is_refused(folder, colocate):
-    with pytest.raises(ConfigError, match=r"`over_begin` changes `admit`.*vLLM, which TRL does not let interrupt"):
+    with raises(ConfigError, match=r"`over_begin`.*`admit`"):
         make(folder, ["over_begin"], **colocate())
-    with pytest.raises(ConfigError, match=r"`asks` needs .*with the temperature \(0\.7\).*Set temperature=1\.0"):
+    with raises(ConfigError, match=r"`asks`.*0\.7.*temperature=1\.0"):
         make(folder, ["asks"], **colocate(), temperature=0.7)
-    with pytest.raises(ConfigError, match=r"`latr` puts tokens.*vllm_importance_sampling_correction=True asks for"):
+    with raises(ConfigError, match=r"`latr`.*vllm_importance_sampling_correction=True"):
         make(folder, ["latr"], **colocate())
 
 
@@ -286,7 +287,7 @@ def test_top_log_probs_are_the_policys_or_refused(folder, colocate, logprobs, op
     request = Generate(prompt.start(), max_tokens=4, temperature=temperature, top=5)
     ask = functools.partial(engine.generate, [(prompt, request)])
     if what:
-        with pytest.raises(ConfigError, match=f"5 most likely tokens.* with {what} vLLM reports others"):
+        with raises(ConfigError, match=f"5.*{what}"):
             ask()
         return
     with torch.no_grad():

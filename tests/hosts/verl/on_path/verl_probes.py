@@ -79,8 +79,8 @@ def _carousel(module: object) -> None:
 
             def _compute_advantage(self, batch, metrics):
                 result = super()._compute_advantage(batch, metrics)
-                if self._settled is not None:
-                    d = self._settled.decision
+                if self._decided is not None:
+                    d = self._decided.decision
                     torch.save(
                         {
                             "names": self.methods.names,
