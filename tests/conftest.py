@@ -1,6 +1,6 @@
 """The dummy plugin package of `plugin_package/`, really installed, into a folder of its own; the examples of property
-tests, which are the same in every run unless HYPOTHESIS_PROFILE=random asks for others; and the end of all processes
-that the tests start."""
+tests, which are the same in every run unless HYPOTHESIS_PROFILE=random asks for others; the texts of errors, which are
+compared once; and the end of all processes that the tests start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import messages
 import pytest
 import watchdog
 from hypothesis import HealthCheck, settings
@@ -54,3 +56,28 @@ def stuck() -> Iterator[Stuck]:
     made = Stuck()
     yield made
     made.release()
+
+
+# ---- texts of errors: see messages.py
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)  # of a worker of xdist
+    if output is not None:
+        output["messages"] = messages.seen
+    elif os.environ.get("UPDATE_MESSAGES"):
+        messages.update()
+    elif messages.changes() and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    messages.seen.update(getattr(node, "workeroutput", {}).get("messages", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if diff := messages.changes():
+        terminalreporter.section("texts of errors changed", sep="=", red=True)
+        terminalreporter.write_line(diff)
+        terminalreporter.write_line("If that is right, run these tests again with UPDATE_MESSAGES=1.")

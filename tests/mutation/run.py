@@ -114,6 +114,7 @@ def sources(module: str) -> dict[str, bytes]:
     found += list((ROOT / "tests" / "plugin_package").rglob("*.py"))
     files = {str(p.relative_to(ROOT)): p.read_bytes() for p in found}
     files["tests/conftest.py"] += HYPOTHESIS.encode()
+    files["tests/messages.txt"] = (ROOT / "tests" / "messages.txt").read_bytes()
     files["pyproject.toml"] = (ROOT / "pyproject.toml").read_bytes() + settings(module).encode()
     return files
 
