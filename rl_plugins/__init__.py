@@ -50,8 +50,8 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 __all__ = [  # a literal: type checkers read it
     "__version__", "Admission", "Bundle", "Call", "Completion", "ConfigError", "GIVEN", "Generate", "Groups", "Idle",
     "Method", "MethodError", "MethodParams", "Plan", "PlanRow", "Program", "Prompt", "PromptPool", "Queue",
-    "RLPluginsError", "Rollouts", "Rows", "Run", "Score", "Shape", "StateError", "Terms", "Tokens", "Trajectory", "Update",
-    "aggregate", "param", "ppo_clip",
+    "RLPluginsError", "Rollouts", "Rows", "Run", "Score", "Shape", "StateError", "Terms", "Tokens", "Trajectory",
+    "Update", "aggregate", "param", "ppo_clip",
 ]
 # fmt: on
 
