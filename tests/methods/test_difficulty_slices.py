@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods.slices_loops import check_slices, slice_of_each
 
+from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import PromptPool
@@ -349,4 +350,4 @@ def test_the_bundle_explains_its_pieces() -> None:
         0.5,
     )
     for piece in ("rl-plugins heads write", "`rl-plugins heads sample`", "`rl-plugins mode-pairs`", "docs/heads.md"):
-        assert piece in bundle.about
+        assert piece in card_file(bundle).about
