@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -17,16 +18,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from rl_plugins.commands import bench
+from rl_plugins.cards import results as cards
+from rl_plugins.cards.claims import PaperClaim, outcomes
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.lab.bench import chains, combine, figures, page, published, runs, search, summary
-from rl_plugins.lab.bench.claims import LOOKS, PaperClaim
+from rl_plugins.lab.bench import chains, choice, combine, figures, page, published, runs, search, summary, tasks
+from rl_plugins.lab.bench.claims import LOOKS, checked
 from rl_plugins.lab.bench.differences import at_budget, difference
 from rl_plugins.lab.bench.results import BenchRun, Results, is_current
 from rl_plugins.lab.bench.runs import Waiting, run_missing
 from rl_plugins.lab.bench.tasks import METRICS, TASKS, task_of
 from rl_plugins.lab.bench.variants import BenchVariant
 from rl_plugins.lab.bench.verdicts import decide, matrix
+
+ROOT = Path(__file__).parents[1]
 
 # ---- tasks
 
@@ -101,7 +105,7 @@ def test_every_task_has_a_config_and_its_rewards_exist(tmp_path):
 
 def test_rloo_plays_no_environments(tmp_path):
     with pytest.raises(ConfigError, match="RLOO plays no environments, so rloo does not run in agents=states"):
-        bench._wanted(["rloo"], ["agents=states"], [], range(2))  # before anything is trained
+        choice.wanted(["rloo"], ["agents=states"], [], range(2))  # before anything is trained
     kept = BenchVariant.of("rloo@beta=0.1").config(TASKS["neutral"], TASKS["neutral"].config(tmp_path, tmp_path))
     assert kept["beta"] == 0.1 and not {"methods", "count_costs", "loss_type"} & set(kept)
 
@@ -228,7 +232,10 @@ def test_the_variant_that_lost_gets_another_learning_rate(effect, lost, rates, v
     assert found.verdict == verdict and found.tuned == best
     if best != lost:
         sign = 1 if lost == "mc_grpo" else -1
-        assert found.again.mean == pytest.approx(effect + sign * gains[best]) and found.found.mean != found.again.mean
+        assert (
+            found.again.found.mean == pytest.approx(effect + sign * gains[best])
+            and found.found.mean != found.again.found.mean
+        )
 
 
 def test_the_page_tells_when_a_confirmed_difference_is_small():
@@ -279,7 +286,7 @@ def test_the_matrix_marks_what_differs():
 def test_a_claim_needs_a_task_or_a_reason():
     for fields in ({"task": ""}, {"untested": "no"}, {"task": "nowhere"}, {"metric": "beauty"}, {"budget": "euros"}):
         with pytest.raises(ConfigError, match="mc_grpo"):
-            claim(**fields)
+            checked(claim(**fields))
 
 
 # ---- results
@@ -309,6 +316,37 @@ def test_results_of_other_settings_are_made_again(monkeypatch):
     assert results.seeds("neutral", "mc_grpo") == [], "and are compared with nothing"
 
 
+def test_a_fingerprint_does_not_know_modules_and_classes():
+    here, there = (tasks.fingerprint_of({"rewards": [name]}) for name in ("rl_plugins.a.b.right", "rl_plugins.c:right"))
+    assert here == there != tasks.fingerprint_of({"rewards": ["rl_plugins.a.b.wrong"]})
+    neutral = TASKS["neutral"]
+    assert dataclasses.replace(neutral, about="other words").fingerprint == neutral.fingerprint
+
+
+def test_the_package_carries_what_the_raw_results_say(tmp_path):
+    """All stored runs are of the tasks and variants of now, and the files that `--publish` makes of them are ours."""
+    kept = Results.read(ROOT / "benchmarks" / "bench")
+    assert len(kept.runs) > 1000 and all(map(is_current, kept.runs.values()))
+    for folder in ("cards/records", "lab/bench"):
+        (tmp_path / folder).mkdir(parents=True)
+    summary.write(tmp_path, kept)
+    written = [file.relative_to(tmp_path) for file in tmp_path.rglob("*.json")]
+    assert len(written) == 3
+    for file in written:
+        assert (tmp_path / file).read_text() == (ROOT / "rl_plugins" / file).read_text(), file
+
+
+def test_one_verdict_for_cards_and_bench():
+    """A claim and the result of the same runs agree."""
+    said = {"confirmed": "better", "undecided": "no significant difference"}
+    results = [r for r in cards.results() if r.where == "claims" and r.page.startswith("bench/")]
+    run = [o for o in outcomes() if "above" in o]
+    assert len(results) == len(run) > 50
+    for outcome, result in zip(run, results, strict=True):
+        assert outcome["method"] == result.method and outcome["seeds"] == result.seeds
+        assert result.verdict == said.get(outcome["verdict"], result.verdict)
+
+
 def test_the_summary_that_the_package_carries():
     told = summary.summary(pairs(0.1, 0.03))
     (place,) = told["matrix"]
@@ -316,7 +354,7 @@ def test_the_summary_that_the_package_carries():
     assert told["costs"] == [
         {"variant": "mc_grpo", "task": "neutral", "rows_trained": 1.0, "tokens_decoded": 1.0, "seconds": 1.0}
     ]
-    assert published.ours().keys() == told.keys()
+    assert published.published().keys() == told.keys()
 
 
 def test_every_method_with_a_claim_has_its_curves(tmp_path):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from rl_plugins.lab.bench.settings import PARAMS
 
+from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.lab.bench import chains, paraphrases
 from rl_plugins.lab.bench.claims import claims
@@ -17,7 +17,7 @@ from rl_plugins.runtime import registry
 
 def papers() -> dict[str, str]:
     """Method or bundle -> arXiv id of its paper, for all that the package brings."""
-    return {name: registry.load(name).paper.arxiv for name in registry.all_names()}
+    return {name: card_file(name).paper.arxiv for name in registry.all_names()}
 
 
 def test_every_paper_has_a_claim_or_a_reason_why_none_is_tested():
@@ -44,14 +44,15 @@ def test_claims_differ():
 
 
 def test_parameters_belong_to_methods_that_exist():
-    for name, given in PARAMS.items():
-        registry.select([name], {name: given})
+    for name in registry.all_names():
+        if given := card_file(name).bench.get("params"):
+            registry.select([name], {name: given})
 
 
 def test_parameters_of_one_variant():
     variant = BenchVariant.of("drpo@drpo.reward=right,beta=0.04")
     assert variant.params == {"drpo": {"reward": "right"}} and variant.options == {"beta": 0.04}
-    assert BenchVariant.of("dars@dars.n_max=16").params == {"dars": {**PARAMS["dars"], "n_max": 16}}
+    assert BenchVariant.of("dars@dars.n_max=16").params == {"dars": {**card_file("dars").bench["params"], "n_max": 16}}
     with pytest.raises(ConfigError, match="'dars' has parameters"):
         BenchVariant.of("drpo@dars.n_max=16")
 

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ class Task:
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return folder
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Changes when results of the task are no longer comparable with earlier ones."""
         return fingerprint_of(
