@@ -35,7 +35,7 @@ class Epo(Method):
         term of a token = -entropy_coeff (H - smooth_coeff p)                          # averaged as the host's loss
 
     `mode: seq` computes p of the mean of H over the row's trained tokens in the turn, for each of these tokens. With
-    `corridor: batch` all tokens count as turn 0, so no turns are needed.
+    `corridor: batch` all tokens count as turn 0.
 
     Phase weight g_k, with K = `phase_batches` and m = K // 2:
 
@@ -43,12 +43,10 @@ class Epo(Method):
         code   1 - 0.2 (1 - exp(-2 k / m)) while k <= m, then 0.8 exp(-3 (min(k, K) - m) / (K - m))
         paper  1 + exp(-phase_rate min(k, K) / (phase_middle K))
 
-    In relu mode the derivative of the term with respect to H is -entropy_coeff (1 - smooth_coeff rho g) above the
-    corridor and -entropy_coeff (1 + smooth_coeff rho g) below it, so the upper bound brakes only if smooth_coeff rho g
-    > 1.
+    In relu mode the upper bound brakes only if smooth_coeff rho g > 1; else entropy above it is pushed up, only less.
 
-    Symbols: H (rows, time) in nats, with gradient, of the current policy; bounds, p and term are float32 or better.
-    History and phase are counted once per generation batch.
+    Symbols: H (rows, time) in nats, with gradient, of the current policy. History and phase are counted once per
+    generation batch.
 
     Special cases: a turn without history, or before `gate_turn`, has no corridor: only the bonus acts. Tokens that are
     not trained count nowhere. Turns are counted from 0 in every rollout.
@@ -56,11 +54,11 @@ class Epo(Method):
     State: per turn the sum of e and the number of batches; with a `window` e of its batches.
 
     Raises:
-        ConfigError: a parameter out of range, or an entropy bonus of the host in addition to this one.
+        ConfigError: an entropy bonus of the host in addition to this one.
         MethodError: `corridor: turn` and a batch without turns.
 
     Source: arXiv 2509.22576; WujiangXu/EPO at 5b6fa98e, verl/workers/actor/dp_actor.py. The relu form and the paper's
-    phase weight are from others' notes on the second version of the paper.
+    phase weight are from others' notes.
     """
 
     name = "epo"

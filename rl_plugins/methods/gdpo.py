@@ -31,15 +31,14 @@ class Gdpo(Method):
 
     Special cases: a reward that a function did not give (NaN) is left out of that function's statistics and adds 0
     (`nan_policy: exclude`), or counts as a reward of 0 (`nan_policy: zero`). A row without any reward has advantage 0;
-    with "exclude" it is left out of line 3, with "zero" it counts in the statistics as zeros. A row that another method
-    withdrew counts nowhere. A reward that is constant in a group adds 0 there. Groups of one have advantage 0, with a
-    warning.
+    with "exclude" it is left out of line 3, with "zero" it counts in the statistics as zeros. A withdrawn row counts
+    nowhere. A reward that is constant in a group adds 0. Groups of one have advantage 0, with a warning.
 
     Raises:
         MethodError: another method changed the reward; GDPO reads the reward functions, not their sum.
 
-    Source: arXiv 2601.05242; `trl-0.18.0-gdpo/trl/trainer/grpo_trainer.py` (row form, both epsilons 1e-4) and
-    `verl-GDPO/verl/trainer/ppo/ray_trainer.py` (token form, group epsilon 1e-6).
+    Source: arXiv 2601.05242; grpo_trainer.py of the authors' TRL fork (row form) and ray_trainer.py of verl-GDPO (token
+    form).
     """
 
     name = "gdpo"

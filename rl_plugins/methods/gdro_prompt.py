@@ -19,8 +19,8 @@ _CODE = {"weight_form": "code"}
 class GdroPrompt(Binned):
     """Weights bins of difficulty by their loss and multiplies the advantages by these weights.
 
-    Prompts are put into bins b by their running pass@k before the batch (see `_gdro.bins`). With l(b) the mean of 1 -
-    reward over the rollouts of a bin in a batch, divided by the bin's share of them with `norm_by_share`:
+    Prompts are put into bins b by their running pass@k (`_gdro.bins`). With l(b) the mean of 1 - reward over the
+    rollouts of a bin in a batch, divided by the bin's share of them with `norm_by_share`:
 
         S(b) <- l(b) at the first visit, then (1 - beta) S(b) + beta l(b)      score: ema
         S(b) =  mean of l(b) over the visits                                    score: mean
@@ -34,12 +34,10 @@ class GdroPrompt(Binned):
     after any estimator. The scores are those before the batch, 0 without a visit. `zscore` puts (S - mean) /
     max(deviation, 1e-3), cut at +-3, over the visited bins in place of S.
 
-    Symbols: w (rollouts,), S, q (bins,) float64; beta = `score_beta`, largest = `largest_weight`. Several rows of a
-    rollout count once.
+    Symbols: w (rollouts,), S, q (bins,) float64; beta = `score_beta`, largest = `largest_weight`. Rollouts count once.
 
     Special cases: rollouts without a reward (NaN) count in no score and no pass@k, but are weighted. Foreign prompts
-    and those that `select` removed are not weighted; the latter count in scores and pass@k. An unseen prompt is in the
-    lowest bin.
+    and rows that `select` removed are not weighted; the latter count in scores.
 
     State: the scores, and history and bin of every prompt.
 

@@ -37,14 +37,12 @@ class GdroRollout(Binned):
         mu <- mu + price_rate (mean n of the batch - nbar)      the shadow price of a rollout
 
     If no choice meets the total exactly, the closest total below it is used. `tie: uniform` adds -1e-9 m_b (n_b -
-    nbar)^2, so equal scores give every prompt nbar. `first` takes the first choice found from the hardest bin on
-    (code).
+    nbar)^2: equal scores give every prompt nbar. `first` takes the first choice found from the hardest bin on.
 
-    Symbols: z (bins, arms), p, l, mu float64; M nbar is the total of the plan. A rollout of several rows counts once.
+    Symbols: z (bins, arms), p, l, mu float64. A rollout of several rows counts once.
 
     Special cases: rollouts without a reward (NaN) count in no mean and no pass@k; a bin without any reward leaves its
-    arm unchanged. Foreign prompts and those with given completions (replay) stay as planned. An unseen prompt is in the
-    lowest bin.
+    arm unchanged. Foreign prompts and those with given completions (replay) stay as planned.
 
     State: z, mu, and history and bin of every prompt.
 
@@ -58,12 +56,7 @@ class GdroRollout(Binned):
     name = "gdro_rollout"
     does = "Learns how many rollouts each difficulty bin should get at a fixed total"
     problems = ("few_prompts",)
-    idle = (
-        Idle(
-            {"moved": 0.0},
-            "every prompt gets the host's number of rollouts. Look at `edges`, `eta`, `n_min` and `n_max`.",
-        ),
-    )
+    idle = (Idle({"moved": 0.0}, "every prompt gets the host's number. Look at `edges`, `eta`, `n_min` and `n_max`."),)
     keeps_batch_size = True  # rollouts are moved between prompts, not taken away
     decides_rollouts = True
 

@@ -17,6 +17,7 @@ from rl_plugins.kit.agents.turns import Turns, joint, normalized, state_ids
 
 _STATES = {"step_advantage_w": above(0)}
 _FUZZY = {"similarity": GIVEN}
+Mode = Literal["mean_norm", "mean_std_norm"]
 
 
 class Gigpo(Method):
@@ -33,11 +34,10 @@ class Gigpo(Method):
     `invalid_action_penalty_coef` is subtracted from R_t and g_t, after returns, if the action was not understood.
 
     Turns have the same state if their observations (`anchor`) are equal by value: texts, numbers, arrays, nested lists
-    and mappings; an observation of None equals no other. With `similarity` texts may differ: the different texts of a
-    group, earliest turn first and equal ones alphabetically, join the first cluster whose first text has a difflib
-    ratio of at least `similarity`, else they open one.
+    and mappings; an observation of None equals no other. With `similarity` the texts of a group, earliest turn first,
+    join the first cluster whose first text has a difflib ratio of at least `similarity`, else they open one.
 
-    Symbols: advantages and everything above are (turns,) float64 over `rollouts.turns`, for any row layout of the host.
+    Symbols: advantages and everything above are (turns,) float64 over `rollouts.turns`.
 
     Special cases: turns of rows without a reward (NaN) count in no statistic and have A = 0. A state that no other turn
     shares has A^S = 0. A group with a single entry has A^E = 0, and a warning. If an environment gives no rewards, R
@@ -60,11 +60,11 @@ class Gigpo(Method):
     class Params(MethodParams):
         gamma: float = param(0.95, "discount of later rewards, per turn", ge=0, le=1, only_if=_STATES)
         step_advantage_w: float = param(1.0, "weight of the comparison of states; 0: only rollouts are compared", ge=0)
-        mode: Literal["mean_norm", "mean_std_norm"] = param("mean_norm", "differences from the mean, or over std + eps")
+        mode: Mode = param("mean_norm", "differences from the mean, or those divided by the standard deviation + eps")
         statistics: Literal["turns", "rollouts"] = param("turns", "units of the statistics of R (code: turns)")
         single_group: Literal["zero", "reward"] = param("zero", "A^E of a group with one entry: 0 or its reward")
         similarity: float | None = param(
-            None, "lowest difflib ratio of a state; none: equal", gt=0, lt=1, only_if=_STATES
+            None, "difflib ratio of one state; none: equal texts", gt=0, lt=1, only_if=_STATES
         )
         autojunk: bool = param(True, "difflib's neglect of frequent letters in texts of 200 or more", only_if=_FUZZY)
         invalid_action_penalty_coef: float = param(0.1, "penalty of a turn whose action was not understood", ge=0)

@@ -22,14 +22,15 @@ _OWN = {"penalty": None}
 _ERROR, _FORMAT = {**_OWN, "use_error": True}, {**_OWN, "use_format": True}
 _DRAWN = [{"positive_selection": "inverse_prob", **of} for of in ({"penalty": GIVEN}, _ERROR, _FORMAT)]
 _TOOL, _TURN = ("<tool_response>", "</tool_response>"), ("<|im_start|>assistant", "<|im_end|>")
+Pick = Literal["top", "inverse_prob"]
+Penalty = Callable[..., Any] | None
 
 
 class GrpoRoc(Method):
     """Resample on Correct: generates too many rollouts and keeps the cleanest correct ones and the first wrong ones.
 
     For a prompt whose G rollouts are trained, N = ceil(oversample * G) are generated. Those with reward r >
-    correct_threshold are correct, the others wrong; n of them have a reward. The penalty of a rollout (lower is better)
-    is
+    correct_threshold are correct, the others wrong; n of them have a reward. The penalty of a rollout is
 
         p = p_err + p_format                                              (0..2)
         p_err    = tool responses with the word "error" / tool responses, 0.5 without a tool response
@@ -42,25 +43,22 @@ class GrpoRoc(Method):
         if k_correct <= min(min_correct, correct):  k_correct = that minimum,  k_wrong   = G - k_correct
         stay: the k_correct correct rollouts with the lowest penalty, and the first k_wrong wrong ones
 
-    With `reject_equal_reward` a group of equal rewards leaves before.
-
     Symbols: reward and penalty (rows,) float64; a rollout of several rows (turns, agents) counts once, with their mean.
     G is the `n` of the plan, plus the spare rollouts of other methods that have not left yet; of a group that was not
     planned floor(N / oversample).
 
-    Special cases: a group of n = G stays whole. A group of n < G has lost rollouts: it leaves with a warning, or stays
-    (`short_groups`). Rollouts without a reward (NaN) do not count in n and leave. In a tie the rollout generated first
-    stays.
+    Special cases: a group of equal rewards leaves before (`reject_equal_reward`). A group of n = G stays whole, one of
+    n < G leaves with a warning, or stays (`short_groups`). Rollouts without a reward (NaN) do not count in n and leave.
+    In a tie the rollout generated first stays.
 
-    State: what was planned, from `plan` to `select` of one batch. `positive_selection: inverse_prob` draws from
-    `self.rng`.
+    State: what was planned, from `plan` to `select` of one batch. `inverse_prob` draws from `self.rng`.
 
     Raises:
-        ConfigError: a parameter out of range, one without effect, or min_wrong + min_correct > group size.
+        ConfigError: min_wrong + min_correct > group size.
         MethodError: `penalty` returns something else than one finite number >= 0 per row.
 
-    Source: arXiv 2508.20722, section 2.2.3; `rstar2_agent/down_sample/roc.py`, `reject_sampling.py` of the authors'
-    code, commit ecbfb943.
+    Source: arXiv 2508.20722, section 2.2.3; `roc.py`, `reject_sampling.py` in `rstar2_agent/down_sample` of the
+    authors' code.
     """
 
     name = "grpo_roc"
@@ -72,17 +70,13 @@ class GrpoRoc(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         oversample: float = param(2.0, "rollouts generated per trained rollout (report: 2)", gt=1)
-        penalty: Callable[..., Any] | None = param(
-            None, "function penalty(rollouts): (rows,) numbers >= 0, with `needs`; none: p"
-        )
+        penalty: Penalty = param(None, "function penalty(rollouts): (rows,) numbers >= 0, with `needs`; none: p")
         use_error: bool = param(True, "failing tool calls count in the penalty", only_if=_OWN)
         use_format: bool = param(True, "missing and repeated answer blocks count in the penalty", only_if=_OWN)
         min_wrong: int = param(2, "smallest number of wrong rollouts that stay, if there are that many", ge=0)
         min_correct: int = param(2, "smallest number of correct rollouts that stay, if there are that many", ge=0)
         reject_equal_reward: bool = param(True, "groups of equal rewards leave before the selection (code)")
-        positive_selection: Literal["top", "inverse_prob"] = param(
-            "top", "lowest penalty (code), or drawn by 1 / (penalty + eps)"
-        )
+        positive_selection: Pick = param("top", "lowest penalty (code), or drawn by 1 / (penalty + eps)")
         inverse_eps: float = param(0.1, "constant added to the penalty in `inverse_prob`", gt=0, only_if=_DRAWN)
         correct_threshold: float = param(0.0, "reward above which a rollout is correct")
         short_groups: Literal["drop", "keep"] = param("drop", "groups below the group size")

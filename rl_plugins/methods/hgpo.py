@@ -16,6 +16,7 @@ _ZERO = 1e-6  # relative difference from the mean that is rounding
 _DEEP, _BASE = {"history_length": above(0)}, {"base_group": True}
 _WEIGHED = ({"length_weight_alpha": above(0), **_DEEP}, {"length_weight_alpha": above(0), **_BASE})
 _ALPHA = (_DEEP, {**_BASE, "weight_offset": above(1)})
+Mode = Literal["mean_norm", "mean_std_norm"]
 
 
 class Hgpo(Method):
@@ -36,8 +37,7 @@ class Hgpo(Method):
 
     Special cases: turns of rows without a reward (NaN) count in no statistic and have A = 0. A turn without another one
     to compare with at any depth has A = 0. `invalid_action_penalty_coef` is subtracted from reward and return, after
-    returns, if an action was not understood. If an environment gives no rewards, the rollout's counts as that of its
-    last turn.
+    returns, if an action was not understood. Without rewards of turns the rollout's is that of its last turn.
 
     Raises:
         MethodError: an observation that cannot be compared.
@@ -51,16 +51,14 @@ class Hgpo(Method):
     problems = ("agents",)
     needs = frozenset({"turns"})
     advantages_per = "turn"
-    idle = (
-        Idle({"compared_0": 0}, "no two turns of a group began in the same state. Look at the environment's states."),
-    )
+    idle = (Idle({"compared_0": 0}, "no two turns of a group share a state. Look at the environment's states."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         history_length: int = param(2, "K, earlier states that are compared: as many as the prompt holds turns", ge=0)
         gamma: float = param(0.95, "discount of later rewards, per turn", ge=0, le=1)
-        mode: Literal["mean_norm", "mean_std_norm"] = param(
-            "mean_std_norm", "differences from the mean, or over std + eps"
+        mode: Mode = param(
+            "mean_std_norm", "differences from the mean, or those divided by the standard deviation + eps"
         )
         length_weight_alpha: float = param(1.0, "exponent alpha of w_k", ge=0, only_if=_ALPHA)
         weight_offset: int = param(1, "offset of k in w_k: 1 (paper) or 2 (code)", ge=1, only_if=_WEIGHED)

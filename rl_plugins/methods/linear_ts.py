@@ -22,6 +22,8 @@ OF_BATCH = ("reward", "informative", "length", "truncated")  # values of the las
 MOST_ARMS = 1000  # a column with more values names no domains
 MOST_LOGGED = 16  # arms with metrics of their own
 THOMPSON, CONTEST = {"rule": "thompson"}, {"rule": "contest"}
+Rule = Literal["thompson", "contest"]
+Reward = Literal["informative", "gain"]
 
 
 class LinearTS(Method):
@@ -33,17 +35,15 @@ class LinearTS(Method):
         theta_a ~ N(m_a, P_a^-1)                        `draws` times
         weight of a = share of the draws in which x . theta_a is the largest of all arms
 
-    and after it, for each arm that had prompts, with its reward r:
+    and after it, for each arm that had prompts, with its reward r, from P_a = I / prior_variance and m_a = 0:
 
         m_a <- (P_a + x x^T / s2)^-1 (P_a m_a + r x / s2),   P_a <- P_a + x x^T / s2
-
-    from P_a = I / prior_variance and m_a = 0.
 
     The weights become shares of the batch's prompts by largest remainder; what rounding loses is carried over. The
     prompts of an arm come in a shuffled order, all of them before one is repeated.
 
     `reward` r of an arm: `informative`, the share of its groups whose rewards differ, or `gain`, its mean reward minus
-    that of its last visit. `context` x is a list of
+    that of its last visit. `context` x is a list of the following, the last five 0 until known:
 
         constant      1
         progress      generation batch / batches of the run
@@ -52,8 +52,6 @@ class LinearTS(Method):
         length        its mean length in tokens, over the longest completion the run allows
         truncated     share of its rollouts that the length limit cut off
         method/name   what a method of the run logs in its optimizer steps: the value of the last one
-
-    The last five are 0 until they are known.
 
     `rule: contest` is the score of ContestTrade (arXiv 2508.00554) without its predictor: of the last `window` rewards
     of each arm,
@@ -69,8 +67,8 @@ class LinearTS(Method):
     `select` removed count; foreign prompts do not. A rollout of several rows counts once. `gain` starts with an arm's
     second visit. If an arm has too few prompts left, the other arms share the rest.
 
-    State: precision, mean, the last rewards and mean reward per arm, carried-over remainders, the position in each
-    arm's order, and the values of the context. All draws are from `self.rng`.
+    State: precision, mean, last rewards and mean reward per arm, remainders, the position in each arm's order, the
+    context.
 
     Raises:
         ConfigError: no such column, one value, or more than 1000; a stream; a parameter out of range.
@@ -88,14 +86,10 @@ class LinearTS(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         column: str = param("", "dataset column whose values are the arms, for example `domain`; required")
-        rule: Literal["thompson", "contest"] = param(
-            "thompson", "posterior draws, or mean over deviation of the last rewards"
-        )
-        reward: Literal["informative", "gain"] = param(
-            "informative", "share of an arm's groups with unequal rewards, or its gain"
-        )
+        rule: Rule = param("thompson", "posterior draws, or mean over deviation of the last rewards")
+        reward: Reward = param("informative", "share of an arm's groups with unequal rewards, or its gain")
         context: tuple[str, ...] = param(
-            (CONSTANT,), "entries of x; method/name is a value logged in optimizer steps", only_if=THOMPSON
+            (CONSTANT,), "entries of x; method/name: a value logged in optimizer steps", only_if=THOMPSON
         )
         draws: int = param(1, "draws per batch; 1: one arm makes the batch (paper)", ge=1, only_if=THOMPSON)
         prior_variance: float = param(10.0, "prior variance of each entry of theta", gt=0, only_if=THOMPSON)

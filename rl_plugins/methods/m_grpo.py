@@ -36,35 +36,28 @@ class MGrpo(Method):
 
     Then the sub-agents' rows of every rollout are aligned to D = `sub_per_rollout`. If there are more, D stay, drawn
     without replacement. If there are fewer, copies of the rollout's own rows are added, drawn with replacement. A
-    rollout without any gets D rows of its query (`fill_empty`). Statistics are taken before. c copies of a row are one
+    rollout without any gets D rows of its query (`fill_empty`). Statistics are those before. c copies of a row are one
     row with advantage c A.
 
     Symbols: rewards and advantages are (rows,) float64. Column `agent_column` has the agent's name, `main_agent` for M.
-    All rows of rollout k share `group` and `rollout` and differ in `index`; a row holds its own agent's tokens only.
-    Draws are from `self.rng`, in the order of query, rollout and index.
+    Rows of rollout k differ in `index`; each holds its own agent's tokens only. Draws are from `self.rng`.
 
     Special cases: rows without a reward (NaN) count in no statistic; a sub-agent's row leaves, and its place is filled.
     If M's row has no reward, its sub-agents' rows have none. A row without another of its kind has A = 0 and a warning;
     equal rewards give 0. Several kinds of sub-agents form separate groups and share the D places.
 
     Raises:
-        ConfigError: a parameter out of range.
         MethodError: rows do not say their agent, or no row is the main agent's.
 
     Source: arXiv 2511.13288; `MrlX-DeepResearch/agent_co_train/sub_agent_reward.py` (compute_format_score) and
-    `sub_agent_multiturn.py` (reward_func) of the authors' code, commit 0d047883.
+    `sub_agent_multiturn.py` (reward_func) of the authors' code.
     """
 
     name = "m_grpo"
     fidelity = "reconstruction"
     does = "Trains a main agent and its sub-agents, each compared with its own kind"
     problems = ("agents",)
-    idle = (
-        Idle(
-            {"calls": 0},
-            "no sub-agent was called. Check the prompt's instructions for calls, and `parse` of m_grpo_rollout.",
-        ),
-    )
+    idle = (Idle({"calls": 0}, "no sub-agent was called. Check the prompt and `parse` of m_grpo_rollout."),)
     min_group_size = 2
 
     @dataclass(frozen=True)
@@ -72,7 +65,7 @@ class MGrpo(Method):
         main_agent: str = param("main", "name of the main agent in `agent_column`")
         agent_column: str = param("agent", "name of the column with each row's agent")
         sub_reward: Literal["outcome", "own"] = param(
-            "outcome", "its format and the main agent's outcome (code), or its own"
+            "outcome", "a sub-agent's: format and outcome (code), or its own reward"
         )
         right_above: float = param(0.1, "reward above which the main agent is right", only_if=_OUTCOME)
         sub_right: float = param(1.0, "reward of a well-formed sub-agent if the main agent is right", only_if=_OUTCOME)

@@ -13,12 +13,13 @@ from torch import Tensor
 from rl_plugins import ConfigError, Method, MethodParams, Rollouts, Rows, Run, Shape, Terms, Tokens, Update, param
 from rl_plugins.core.losses import LOG_RATIO_LIMIT
 
+Action = Literal["none", "shrink", "grow", "anchor"]
 CUTS = "ppo_million_cuts"  # row column: cuts of the learning rate so far
 LEAST_KL = 1e-8  # nats; the ratio of samples to KL is finite at KL = 0
 SHRINK = {"action": "shrink"}
 REFUSED = {
-    "grow": "a larger batch during the run, which no host has. Use rl-plugins scale CONFIG --by 2 before a run",
-    "anchor": "a moving average of the weights as centre, which no host has. Use `action: shrink`",
+    "grow": "more samples in a run, and neither host can change its batch: use rl-plugins scale CONFIG --by 2",
+    "anchor": "a second set of weights as centre, which neither host has: use `action: shrink`",
 }
 _SLOPE = {"action": "shrink", "test": "slope"}
 
@@ -41,22 +42,21 @@ class PpoMillion(Method):
     and `cuts` grows by 1 (up to `max_cuts`) after a plateau. A plateau is a window of the last `window` batches, all of
     them after the cut before. Its mean reward does not rise, and the policy still moves: kl of the newer half >=
     kl_share * kl of the older half > 0. `test: slope` takes the reward as rising if the slope of its least-squares line
-    has a one-sided t-test below `alpha`; `halves` if the mean of the newer half is larger. In an odd window the
-    middle batch is in neither half.
+    has a one-sided t-test below `alpha`; `halves` if the mean of the newer half is larger.
 
     Symbols: lp, lp_old log-probs in nats of the live policy and of the policy at the start of the batch, A advantages,
-    all (rows, time), over trained tokens; samples are the trainable tokens of the rows that `select` left. Ratios are
-    float64, differences of log-probs are limited to 20 nats.
+    all (rows, time), over trained tokens; samples are the trainable tokens of the rows that `select` left. Log-ratios
+    are limited to 20 nats.
 
     Special cases: a log-ratio that is not finite counts as 0. A batch without any reward is NaN in the window, and no
-    cut is made until it has left. A batch whose updates before it logged no kl is not in the window. The kl of a batch
-    is known one batch later: in TRL that of its last optimizer step, in verl the mean over its optimizer steps.
+    cut is made until it has left. The kl of a batch is known one batch later: in TRL that of its last optimizer step,
+    in verl the mean over its optimizer steps.
 
-    State: the last `window` triples of mean reward, kl and ratio; the samples of the newest batch; the batches since
-    the last cut; the number of cuts.
+    State: the last `window` triples of mean reward, kl and ratio; samples of the newest batch; batches since the last
+    cut; cuts.
 
     Raises:
-        ConfigError: a parameter out of range, or `action` is `grow` or `anchor`.
+        ConfigError: `action` is `grow` or `anchor`.
 
     Source: arXiv 2603.06009, abstract, and notes of others on its sections 3 to 5.
     """
@@ -69,9 +69,7 @@ class PpoMillion(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        action: Literal["none", "shrink", "grow", "anchor"] = param(
-            "none", "answer to a plateau: none, or a smaller learning rate"
-        )
+        action: Action = param("none", "answer to a plateau: none, or a smaller learning rate")
         clip_low: float = param(0.2, "lower clip range of the run's own loss, for `clipped`", ge=0, le=1)
         clip_high: float = param(0.2, "upper clip range of the run's own loss", ge=0, allow_inf=True)
         window: int = param(20, "w, number of batches of the moving average and of the plateau test", ge=4, le=10_000)

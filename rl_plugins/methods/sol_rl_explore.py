@@ -27,15 +27,14 @@ class SolRlExplore(Method):
     Rows are the samples of line 3; nothing of line 1 reaches the loss or the logged reward. Other modes of the choice
     are those of `sol_rl_select`.
 
-    Symbols: k is what the plan asks for, spare samples of other methods included. All seeds of a prompt differ.
+    Symbols: k is what the plan asks for, spare samples of other methods included.
 
-    Special cases: explored samples without a reward (NaN) are chosen only where fewer than k have one. With `pool: 1`
-    nothing is explored.
+    Special cases: explored samples without a reward (NaN) are chosen only where fewer than k have one.
 
-    State: none; seeds follow from the seed of the run, the batch and the prompt.
+    State: none; all seeds of a prompt differ, and follow from the seed of the run, the batch and the prompt.
 
     Raises:
-        ConfigError: a parameter out of range, more steps than a sample has, or no cheap copy.
+        ConfigError: more steps than a sample has, or no cheap copy.
 
     Source: arXiv 2604.06916; `_rollout_for_one_prompt` in `train_scripts/sol_rl/train_sd3.py` of the authors' code.
     """
@@ -45,12 +44,7 @@ class SolRlExplore(Method):
     hosts = ("diffusion",)
     does = "Explores many seeds with a cheap copy of the policy and makes the best and worst again"
     problems = ("few_rollouts",)
-    idle = (
-        Idle(
-            {"explored_std": 0},
-            "all explored samples of a prompt have one reward. Look at the reward, or raise `steps`.",
-        ),
-    )
+    idle = (Idle({"explored_std": 0}, "all explored samples have one reward. Look at the reward, or raise `steps`."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):

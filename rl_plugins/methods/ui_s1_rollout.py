@@ -18,25 +18,23 @@ Function = Callable[..., Any] | None
 class UiS1Rollout(Method):
     """Makes semi-online rollouts on recorded expert trajectories. Name it before `ui_s1`.
 
-    A task is a dataset row with the recorded turns (observation o_k, expert's response e_k) in the column `expert`. At
-    turn k the policy reads the prompt, the history and o_k and responds y_k:
+    A task is a dataset row with the recorded turns (observation o_k, expert's response e_k). At turn k the policy reads
+    prompt, history and o_k, and responds y_k:
 
         m_k, r_k = match(y_k, e_k)                       its action is the expert's; its reward
         history  = history + (o_k, y_k)                  if m_k, or the last turn
                    history + (o_k, e_k)                  else, and the rollout continues: a patch, at most `max_patches`
         the rollout ends                                 at the first wrong action without a patch left
 
-    The history is rendered as messages, observation (user) and response (assistant) in turn, after the prompt's own;
-    `write` replaces this rule. Evaluation gives no patches.
+    The history follows the prompt as messages of user (o) and assistant (y), or as `write` says. Evaluation has no
+    patches.
 
-    Symbols: every turn is a separate row: its prompt is written again with the patched history, and its completion is
-    y_k. A patch is never trained. `turns` has k, o_k, r_k and m_k. `meta["progress"]`: share of turns before the first
-    mismatch.
-
-    Special cases: a `match` that fails or takes too long ends the rollout without a reward (NaN) for its last turn.
+    Symbols: every turn is a row: its prompt has the patched history, its completion is y_k. A patch is never trained. A
+    `match` that fails ends the rollout, without a reward (NaN) for its last turn. `turns` has k, o_k, r_k and m_k.
+    `meta["progress"]`: share of turns before the first mismatch.
 
     Raises:
-        MethodError: no recorded turns in the row, or more than `max_steps` (every turn is a row of the batch).
+        MethodError: no recorded turns in the row, or more than `max_steps`.
 
     Source: arXiv 2509.11543, section 3; `verl/utils/dataset/universal_multiround.py` of the authors' code.
     """

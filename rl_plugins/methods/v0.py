@@ -16,6 +16,7 @@ from rl_plugins.core.rollouts import Budget
 from rl_plugins.kit.priors import PriorParams, make_prior
 
 Array = NDArray[np.float64]
+Split = Literal["greedy", "exact", "uniform"]
 _SPLIT = {"allocation": ("greedy", "exact")}
 Prior = Literal["nearest", "running_mean", "beta", "column"] | Callable[..., Any]
 
@@ -28,13 +29,12 @@ class V0(Method):
         U(B, p) = B (1 - p) (1 - (1 - p)^(B - 1))     expected failed rollouts in a group that also has a success
         maximize sum_i U(B_i, p_i)   subject to   sum_i B_i = T,   min_rollouts <= B_i <= max_rollouts
 
-    T is what the host would generate (prompts x group size). A group with a single outcome has utility 0.
+    T is what the host would generate. A group with a single outcome has utility 0.
 
     U is not concave in B, so the optimum gives most of the budget to few hard prompts. `greedy` (paper; ties: first
-    prompt) repeatedly takes the best single rollout and is not optimal. `exact` is a dynamic program. `uniform` keeps
-    the host's plan.
+    prompt) repeatedly takes the best single rollout and is not optimal. `exact` is a dynamic program.
 
-    p comes from `prior` (`rl_plugins.kit.priors`). The paper's value model is not shipped, `value_model_loss` is its
+    p comes from `prior` (`rl_plugins.kit.priors`). The paper's value model is not shipped; `value_model_loss` is its
     loss.
 
     Symbols: p, B one per row of the plan; success (rollouts,) float64: a reward >= success_threshold, after `rewards`
@@ -47,11 +47,11 @@ class V0(Method):
     State: that of the prior. Draws only choose the context's sample of a large batch.
 
     Raises:
-        ConfigError: a parameter out of range or without effect, or min_rollouts > group size.
+        ConfigError: min_rollouts > group size.
         MethodError: a plan too small for min_rollouts each; the prior fails or leaves [0, 1].
 
-    Source: arXiv 2602.03584, utility, greedy and limits as read through two independent notes; v0_core/trainer.py of
-    the authors' code for the loss (the code has the model and not the budgets).
+    Source: arXiv 2602.03584, as read through two independent notes; v0_core/trainer.py of the authors' code for the
+    loss.
     """
 
     name = "v0"
@@ -59,20 +59,14 @@ class V0(Method):
     does = "Splits a fixed rollout budget by predicted success rate"
     problems = ("no_signal", "few_prompts")
     needs = frozenset({"prompt_index"})
-    idle = (
-        Idle(
-            {"utility": 1}, "budgets are no better than equal ones. Look at `prior`, `min_rollouts` and `max_rollouts`."
-        ),
-    )
+    idle = (Idle({"utility": 1}, "budgets are no better than equal ones. Look at `prior` and `min_rollouts`."),)
     keeps_batch_size = True  # rollouts are moved between prompts, not taken away
     decides_rollouts = True
 
     @dataclass(frozen=True)
     class Params(PriorParams):
         prior: Prior = param("nearest", "source of p: one of these, or a function values(prompts, context)")
-        allocation: Literal["greedy", "exact", "uniform"] = param(
-            "greedy", "best single rollout (paper), a dynamic program, or the host's"
-        )
+        allocation: Split = param("greedy", "best single rollout (paper), a dynamic program, or the host's")
         min_rollouts: int = param(2, "smallest number of rollouts of a prompt", ge=2, only_if=_SPLIT)
         max_rollouts: int = param(128, "largest number of rollouts of a prompt", ge=2, only_if=_SPLIT)
         success_threshold: float = param(0.5, "lowest reward that counts as a success")

@@ -16,6 +16,7 @@ from rl_plugins.core.rollouts import MAX_ROUNDS, Budget, PerRollout
 from rl_plugins.kit.priors import PriorParams, make_prior
 
 _EPS = 1e-4  # added to what advantages are divided by
+Scope = Literal["none", "group", "batch"]
 _MORE = {"cost": (None, below(math.inf))}
 Prior = Literal["running_mean", "nearest", "constant", "column"] | Callable[..., Any]
 
@@ -35,12 +36,11 @@ class V05(Method):
         gain = D2^2 s2 / ((k D2 + s2) ((k + 1) D2 + s2))     fall of the error w^2 s2/k + (1-w)^2 D2 with one more
 
     and if gain > cost, `increment` more rollouts are made (D2 is then estimated again). cost = s2 / k_max^2 by default.
-    The batch holds group size x prompts rows: a group size between k_init and k_max is room for extra rollouts, which
-    go to the prompts with the largest gains first.
+    The batch holds group size x prompts rows, and extra rollouts go to the largest gains first.
 
-    Symbols: rewards, advantages (rows,) float64; k, m, V, D2, w, b one per group. V comes from `prior` (see
-    `rl_plugins.kit.priors`) and is clipped to the reward bounds. A rollout of several rows (turns, agents) counts once,
-    with the mean reward of its rows. `leave_one_out` takes m, k of the other rollouts.
+    Symbols: rewards, advantages (rows,) float64; k, m, V, D2, w, b one per group. V comes from `prior` and is clipped
+    to the reward bounds. A rollout of several rows counts once, with the mean reward of its rows. `leave_one_out` takes
+    m, k of the other rollouts.
 
     Special cases: rollouts without a reward (NaN) are not in k or m; a group without any reward asks for no more. Where
     the prior has no value (NaN: before the first rewards) b = m.
@@ -48,11 +48,11 @@ class V05(Method):
     State: that of the prior. Draws only choose the context's sample of a large batch.
 
     Raises:
-        ConfigError: a parameter out of range or without effect, more rounds than a batch may have, k_init > group size.
+        ConfigError: more rounds than a batch may have, k_init > group size.
         MethodError: the prior fails (see `rl_plugins.kit.services`).
 
-    Source: arXiv 2603.10848, without code: fusion, noise 1/k, cost 0.0039, k_init 4 and k_max 16 as read through
-    independent notes; the gain is algebra from the paper's error model.
+    Source: arXiv 2603.10848, without code, as read through independent notes; the gain is algebra from the paper's
+    model.
     """
 
     name = "v0_5"
@@ -61,29 +61,21 @@ class V05(Method):
     problems = ("few_rollouts", "no_signal")
     needs = frozenset({"prompt_index"})
     rounds = True
-    idle = (
-        Idle(
-            {"unknown": 1}, "the prior has no value for any prompt: the baseline is the group's mean. Look at `prior`."
-        ),
-    )
+    idle = (Idle({"unknown": 1}, "the prior has no value for any prompt: the baseline is the mean. Look at `prior`."),)
     decides_rollouts = True
 
     @dataclass(frozen=True)
     class Params(PriorParams):
         prior: Prior = param("running_mean", "source of V: one of these, or a function values(prompts, context)")
         prior_value: float | None = param(None, "V of every prompt; required", only_if={"prior": "constant"})
-        k_init: int = param(4, "number of first rollouts of every prompt (paper: 1 and 2 do not converge)", ge=1)
+        k_init: int = param(4, "first rollouts of every prompt (paper: 1 and 2 do not converge)", ge=1)
         k_max: int = param(16, "largest number of rollouts of a prompt", ge=1, only_if=_MORE)
         increment: int = param(1, "rollouts added per round", ge=1, only_if=_MORE)
-        cost: float | None = param(
-            None, "gain above which one more is made; none: s2 / k_max^2; inf: never", ge=0, allow_inf=True
-        )
+        cost: float | None = param(None, "gain above which one more is made; inf: never", ge=0, allow_inf=True)
         reward_low: float = param(0.0, "lowest possible reward")
         reward_high: float = param(1.0, "highest possible reward")
         leave_one_out: bool = param(False, "exclusion of the rollout itself from mean and k (ours)")
-        advantage_norm: Literal["none", "group", "batch"] = param(
-            "none", "scope of the root mean square under A (ours)"
-        )
+        advantage_norm: Scope = param("none", "scope of the root mean square of A")
 
         def check(self) -> None:
             super().check()

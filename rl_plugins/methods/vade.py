@@ -20,33 +20,32 @@ COUNTS = Counts(("alpha", "beta"))
 class Vade(Method):
     """Variance-Aware Dynamic sampling: trains the prompts that are likely to give both right and wrong rollouts.
 
-    Before a generation batch of B prompts, over all D prompts of the dataset:
+    Before a batch of B prompts, over all D prompts of the dataset:
 
         p_i ~ Beta(alpha_i + 1, beta_i + 1)          independently
-        I_i = p_i (1 - p_i)^2                        (largest at p = 1/3) or p_i (1 - p_i)
-        the B prompts with the largest I_i
+        the B prompts with the largest I_i = p_i (1 - p_i)^2, or p_i (1 - p_i)
 
     and when its rewards are known, with r_i successes among the n_i scored rollouts of prompt i:
 
         prompts of the batch:   alpha_i <- selected_decay alpha_i + r_i,  beta_i <- selected_decay beta_i + n_i - r_i
         all others:             alpha_i <- unselected_decay alpha_i,      beta_i <- unselected_decay beta_i
 
-    Symbols: alpha, beta (D,) float64 pseudo-counts >= 0 without the prior of 1, keyed by dataset row. A success is a
-    reward >= success_threshold (`success: threshold`), or the reward clipped to [0, 1] (`clipped_sum`).
+    Symbols: alpha, beta (D,) float64 counts without the prior of 1, by dataset row. A success is a reward >=
+    success_threshold (`success: threshold`), or the reward clipped to [0, 1] (`clipped_sum`).
 
-    Special cases: rows that `select` removed count. Rows without a reward (NaN) do not, a prompt without a scored row
-    is treated as unselected, and foreign prompts (index -1) are ignored. A rollout of several rows counts once, with
-    their mean.
+    Special cases: rows that `select` removed count. Rows without a reward (NaN) do not, nor do foreign prompts (-1); a
+    prompt without a scored row counts as unselected. A rollout of several rows
+    counts once, with their mean.
 
-    State: alpha and beta, 0 at the start. One draw per batch, from `self.rng`; above 65,536 prompts not every p_i is
-    drawn (the distribution is the same).
+    State: alpha, beta. Draws are from `self.rng`; of more than 65,536 prompts not every p_i is drawn.
 
     Raises:
-        ConfigError: a parameter out of range; a dataset without a length.
+        ConfigError: a dataset without a length.
         MethodError: more prompts are asked for than are left.
-        StateError: alpha and beta belong to a dataset of another length.
+        StateError: alpha and beta are those of a dataset of another length.
 
-    Source: arXiv 2511.18902 and its project page VADE-RL/VADE-RL.github.io; the code that it names is not available."""
+    Source: arXiv 2511.18902 and its project page VADE-RL/VADE-RL.github.io; the code that it names is missing.
+    """
 
     name = "vade"
     fidelity = "abstract"

@@ -12,6 +12,9 @@ from torch import Tensor
 from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Rows, Shape, Terms, Tokens, Update, param
 from rl_plugins.core.groups import places
 
+Baseline = Literal["opob", "group", "none"]
+Norm = Literal["length", "proxy", "exact"]
+Power = Literal["paper", "code", "none"]
 Aggregate = Literal["mean", "median", "winsorized"]
 LOWER, UPPER = 0.05, 0.95  # quantiles of `winsorized`
 POWERS = {"none": (0.0, 0.0), "paper": (2.0, 0.0), "code": (2.0, 2.0)}  # of the weight and of the truncated one
@@ -37,27 +40,24 @@ class Vcpo(Method):
         opob    sum_i W_i R_i / sum_i W_i,   W_i = w_i^2 n_i^2      (variance is least where n_i is the gradient's norm)
         group   the mean,   none  0
 
-    with n_i^2 = L_i (`gradnorm: length`: equal and orthogonal tokens) or sum_t (1 - 2 p_t + sum_v p_v^2) (`proxy`). The
-    proxy is the norm of d lp_t / d logits, orthogonal between tokens, of the policy at the start of the step.
+    with n_i^2 = L_i (`gradnorm: length`: equal and orthogonal tokens) or sum_t (1 - 2 p_t + sum_v p_v^2) (`proxy`).
     `normalize_by_length` divides n_i^2 by L_i^2. `weight_power` has w_i^2 as in the paper, w_i^2 wbar_i^2 as in the
     authors' code, or none. `aggregate` puts the W-weighted lower median, or the W-weighted mean of rewards limited to
     their W-weighted 5% and 95% quantiles, in place of the mean.
 
     Symbols: lp, lp^rollout log-probs in nats at the weights of the optimizer step and of the sampling policy; R_i final
     rewards; L_i tokens of row i that are trained. Sums, weights and statistics are float64. Weights are taken relative
-    to the largest before `exp`, in the step for ess and in the group for b_G: nothing overflows, and a common factor of
-    all w changes neither.
+    to the largest before `exp`, so nothing overflows.
 
     Special cases: rows without a token are not in B. An unscorable row (reward NaN) has A_i = 0, is in no statistic of
     its group, and counts in B and ess. Where all W of a group are 0, b_G is the mean of the group. A sum of log-ratios
-    that is not finite counts as 0. A token whose live log-prob is not finite has no gradient. A rollout of several rows
-    counts as several rows.
+    that is not finite counts as 0. A token whose live log-prob is not finite has no gradient.
 
     Raises:
-        ConfigError: a parameter out of range, or `gradnorm: exact`.
+        ConfigError: `gradnorm: exact`.
 
-    Source: arXiv 2602.17616; `recipe/fully_async_policy/staleness_utils.py` and `_optimizer_step_with_buffer` in
-    `verl/workers/actor/megatron_actor.py` of the authors' code.
+    Source: arXiv 2602.17616; `recipe/fully_async_policy/staleness_utils.py` and `verl/workers/actor/megatron_actor.py`
+    of the authors' code.
     """
 
     name = "vcpo"
@@ -73,15 +73,9 @@ class Vcpo(Method):
         lr_scale: Literal["sqrt", "linear", "none"] = param("sqrt", "rule that scales the learning rate with ess / B")
         base_ess_ratio: float = param(1.0, "lowest ess / B with the host's learning rate", gt=0, le=1, only_if=_SCALED)
         truncation: float = param(8.0, "upper bound of the weight of a row in the loss", gt=0, allow_inf=True)
-        baseline: Literal["opob", "group", "none"] = param(
-            "opob", "subtracted from rewards; opob: steps must hold whole groups"
-        )
-        gradnorm: Literal["length", "proxy", "exact"] = param(
-            "length", "estimate of n_i; exact is refused", only_if=OPOB
-        )
-        weight_power: Literal["paper", "code", "none"] = param(
-            "paper", "power of w_i in W_i: once, twice or none", only_if=OPOB
-        )
+        baseline: Baseline = param("opob", "subtracted from rewards; opob: steps must hold whole groups")
+        gradnorm: Norm = param("length", "estimate of n_i; exact is refused", only_if=OPOB)
+        weight_power: Power = param("paper", "power of w_i in W_i: once, twice or none", only_if=OPOB)
         normalize_by_length: bool = param(False, "division of W by L^2", only_if=OPOB)
         aggregate: Aggregate = param("mean", "statistic that makes the baseline of a group", only_if=OPOB)
         norm_by_std: bool = param(True, "division of rewards by the population deviation of their group")

@@ -15,13 +15,9 @@ from rl_plugins.kit.priors import cell
 from rl_plugins.kit.services import fill, media_of, prompt_text, with_task
 from rl_plugins.methods.xrpo.similarity import tfidf_cosine, words
 
-TEMPLATE = """Here are similar problems with their solutions.
-
-{examples}
-
-Solve this problem in the same way.
-
-{problem}"""
+TEMPLATE = (
+    "Here are similar problems with their solutions.\n\n{examples}\n\nSolve this problem in the same way.\n\n{problem}"
+)
 EXAMPLE = "Problem:\n{problem}\n\nSolution:\n{solution}"
 MOST_TEXTS = 65536  # prompts whose words or embeddings are kept in memory
 
@@ -36,10 +32,8 @@ class XrpoSeeds(Method):
         o ~ pi(. | template(E with their answers, q))        instead of pi(. | q)
 
     Similarity is the cosine of TF-IDF vectors of the prompts, or of what `embed` makes of them; a prompt with a
-    similarity of 0 or less is not an example. Without an example q is unchanged.
-
-    The rollouts are trained under the prompt they were made with, examples included, and join the group of the plain
-    ones.
+    similarity of 0 or less is not an example. Without an example q is unchanged. Rollouts are trained under the prompt
+    they were made with and join the plain ones' group.
 
     With `second_round` half of every prompt's rollouts (rounded down) are made in a second round; the total stays.
     Without it, the method plans no rollouts and changes the prompts of rows that other methods plan in later rounds
@@ -51,13 +45,12 @@ class XrpoSeeds(Method):
     Special cases: prompts without any reward (NaN), foreign prompts (-1) and rows with given completions are not
     seeded. An answer longer than `max_characters` is cut. A corpus larger than `corpus_size` loses its oldest answers.
 
-    State: the answers by dataset row, oldest first; for the present batch the rows left for the second round and the
-    seeded rollouts.
+    State: the answers by dataset row, oldest first; of the batch, the rows left for the second round and the seeded
+    rollouts.
 
     Raises:
         ConfigError: prompts with images, a stream, a template without its fields.
-        MethodError: a prompt column that does not exist, or `embed` returns something else than a row of finite numbers
-            for each text.
+        MethodError: no such prompt column, or `embed` returns something else than a row of finite numbers per text.
 
     Source: arXiv 2510.06672, as read through third parties: the rule, K = 2, and a fixed template.
     """
@@ -70,7 +63,7 @@ class XrpoSeeds(Method):
     decides_rollouts = True
     keeps_batch_size = True
     idle = (
-        Idle({"later": 0}, "no later round was planned. Set `second_round`, or name a method before that has rounds."),
+        Idle({"later": 0}, "no later round was planned. Set `second_round`, or name a method with rounds before it."),
     )
 
     @dataclass(frozen=True)

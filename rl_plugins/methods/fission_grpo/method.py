@@ -19,8 +19,8 @@ from rl_plugins.methods.fission_grpo.params import FissionParams
 class FissionGrpo(Method):
     """Turns an error of the policy into a prompt: the failed call and the tool's message about it.
 
-    Reconstruction: the authors' repository holds no code. Group sizes, trigger, thresholds and the error simulator are
-    ours, and recovery prompts join the next batch, where the paper updates separately.
+    Reconstruction: no code was published. Group sizes, trigger, thresholds and the error simulator are ours, and
+    recovery prompts join the next batch, where the paper updates separately.
 
     After each generation batch, for each rollout that is an error (reward < error_threshold, or, with `error_column`,
     an error text of its own), at most `max_per_prompt` of a prompt:
@@ -28,28 +28,24 @@ class FissionGrpo(Method):
         f = message about the error         the column's; or `message`(..); or the rules of `simulate`; never the answer
         x_corr = [prompt; assistant: the failed answer; tool: f]        pushed on the pool, a stack
 
-    An error that is already in the pool, or that occurred before in the batch, is left out. Errors are the same if the
-    prompt and the calls are (or the texts, where no call can be read).
+    Errors are the same if prompt and calls are (or texts); one that is in the pool or the batch is left out. The rules
+    compare the calls with `tools_column` (schemas) and `gold_column` (the right calls).
 
     Recovery starts in every `every`-th batch if the pool holds `trigger` entries of at most `max_age` batches. The
     newest entries are popped, as many as fit into the share `share` of the rows. Each gets `group_size` rollouts in its
-    own group, A_j = (R_j - mean) / std. They take free rows first, then rows of prompts drawn at random from the batch.
-    Rewards and other columns are those of the original prompt; x_corr has no loss.
-
-    The rules compare the answer's calls (JSON in <tool_call> tags or alone) with `tools_column` (schemas) and
-    `gold_column` (the right calls); without both, only unreadable calls get a specific message.
+    own group, A_j = (R_j - mean) / std. They take free rows first, then those of random prompts. Columns are the
+    original prompt's; x_corr has no loss.
 
     Symbols: R, A (rows,) float64. Recovery prompts are foreign (-1) to other methods.
 
     Special cases: a general message replaces a missing one, and one that reveals a value of the right arguments which
-    is neither in the prompt nor in the failed answer. Rollouts of several rows or turns are left out, with a warning.
-    Rollouts without a reward (NaN) are not errors. A failed recovery is pushed again up to `max_depth` times in a row.
-    Contexts longer than max_characters are dropped.
+    is neither in the prompt nor in the failed answer. Rollouts of several rows or turns are left out; those without a
+    reward (NaN) are no errors. A failed recovery is pushed again up to `max_depth` times in a row.
 
-    State: the pool (prompt, digest of the error, row of the dataset, batch, depth), at most `capacity` entries.
+    State: the pool (prompt, digest of the error, dataset row, batch, depth), at most `capacity` entries.
 
     Raises:
-        ConfigError: a parameter out of range, or a reward function the run does not have.
+        ConfigError: a reward function the run does not have.
 
     Source: arXiv 2601.15625, as four independent notes report it.
     """

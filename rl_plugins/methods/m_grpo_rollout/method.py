@@ -25,27 +25,24 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 class MGrpoRollout(Method):
     """Makes rollouts of a main agent and its sub-agents with one policy. Name it before `m_grpo`, which trains them.
 
-    Reconstruction: the authors' loop runs on two servers with their own search tools. Here both agents are the policy
-    of the run, and a sub-agent answers in one message.
+    Reconstruction: the authors' loop runs on two servers; here both agents are the policy of the run.
 
     The main agent M writes turn by turn. Each turn may call sub-agents, at most `max_calls` in a rollout: `parse` finds
-    their tasks in its text (default: the text between <tool_call> and </tool_call>). A sub-agent S reads its own
-    conversation, `sub_prompt` with the task in it, and its completion is a row of its own. The text between <result>
-    and </result>, or else the whole completion, goes back to M as a message that M reads without training on it. The
-    rollout ends with a turn without a call, after `max_turns`, or when nothing more fits.
+    their tasks in its text (default: <tool_call> tags). A sub-agent S reads its own conversation, `sub_prompt` with the
+    task in it, and its completion is a row. The text in <result> tags, or else all of it, goes back to M, which reads
+    it without training. The rollout ends with a turn without a call, after `max_turns`, or when nothing more fits.
 
     Symbols: rows of a rollout are S's in the order of the calls, and M's last (the row an evaluation grades);
     `meta["agent"]` is `main_agent` or `sub_agent`. S's result appears in M's row as observed text.
 
-    What M reads of a result can be checked first (docs/agents_safety.md). S's own tokens, and so its loss, stay as they
-    were sampled. `contract` validates it, repairs it once, or replaces it by the errors; `invalid_penalty` times the
-    share of rejected results is taken from the reward. `guard` checks its claims: a result with a rejected claim goes
-    back to S with the evidence at most `guard_retries` times, and S's next answer is a further turn of S's row. After
-    that the rejected claims are dropped. If the check itself fails, the results of this rollout are released with a
-    tag.
+    What M reads of a result can be checked first (docs/agents_safety.md). S's own tokens stay as sampled. `contract`
+    validates it, repairs it once, or replaces it by the errors; `invalid_penalty` times the share of rejected results
+    is taken from the reward. `guard` checks its claims: a result with a rejected claim goes back to S with the evidence
+    at most `guard_retries` times, and S's next answer is a further turn of S's row. After that the rejected claims are
+    dropped. If the check itself fails, the results of this rollout are released with a tag.
 
     Raises:
-        ConfigError: a parameter out of range, or `contract` makes no contract.
+        ConfigError: `contract` makes no contract.
 
     Source: arXiv 2511.13288; `MrlX-DeepResearch` of the authors' code for the tags.
     """

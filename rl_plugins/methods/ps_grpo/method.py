@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, StateError, param
+from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, StateError
 from rl_plugins.core.errors import shown
-from rl_plugins.core.params import above
 from rl_plugins.core.rollouts import Budget, Plan, PromptPool, Rollouts, Run
 from rl_plugins.kit.priors import cell
 from rl_plugins.kit.services import number
+from rl_plugins.methods.ps_grpo.params import PsGrpoParams
 from rl_plugins.methods.ps_grpo.texts import Ids, Matrix, Texts, Vocabulary
 
 _SIMILARITY = number(0, 1)
-_SAMPLED, _LABELS = {"compare": "sampled"}, {"gamma": above(0)}
 
 
 class PsGrpo(Method):
@@ -33,10 +32,9 @@ class PsGrpo(Method):
         sampled   the same over `kappa` of the other wordings and `s` rollouts of each, drawn anew for every o_ij
         reward    alpha r_ij + gamma Acc(o_ij)
 
-    Rollouts of the own wording never count. The sampled reward has the mean of the exact one, and equals it with
-    kappa = n - 1 and s = g. Acc is the token F1 to the answer in `answer_column` (the best of several answers), or the
-    run's own reward without that column. The host makes the advantages, per wording as always: the baseline belongs to
-    the wording, the reward to the set.
+    Rollouts of the own wording never count. The sampled reward has the mean of the exact one, and equals it with kappa
+    = n - 1 and s = g. Acc is the token F1 to the answer in `answer_column` (the best of several answers), or the run's
+    own reward without that column. The host makes the advantages, per wording.
 
     sim compares lower-case words and punctuation marks, o_ij as hypothesis with o_um as reference:
 
@@ -46,10 +44,9 @@ class PsGrpo(Method):
         em             1 if all tokens are equal, else 0
         a function     similarity(hypotheses, references), two lists of texts -> as many numbers in [0, 1]
 
-    Every epoch goes through all sets once, in an order of its own. A batch takes the next sets as wholes, as
-    long as they fit, and then later sets of the epoch that fit into the rest. Places that no set fits into stay empty:
-    the batch is smaller, and no wording is trained apart from its set. A batch that is a multiple of n has no such
-    places if all sets have n wordings. A set that did not fit comes first in the next batch.
+    Every epoch goes through all sets once, in an order of its own. A batch takes the next sets as wholes, as long as
+    they fit, and then later sets of the epoch that fit into the rest. Places that no set fits into stay empty. A set
+    that did not fit comes first in the next batch.
 
     Symbols: r, Acc and the reward are (rows,) float64.
 
@@ -57,17 +54,14 @@ class PsGrpo(Method):
     its set has no other wording or its column is empty, has no reward (NaN). If all of a batch are alone, the reward is
     0 and the batch trains nothing, with a warning. A row without a reward (NaN) has none afterwards, and no other is
     compared with it. A rollout of several rows is its last row's text and counts once. A text without a word is similar
-    to none (0), so silence is not rewarded. A wording without an answer in `answer_column` has Acc = 0. A prompt that
-    is in several groups is one wording.
+    to none (0). A wording without an answer in `answer_column` has Acc = 0.
 
     State: numbers of the sets that are still to come in this epoch, and the epoch. The order of an epoch and the
     sampled comparisons come from `self.rng`.
 
     Raises:
-        ConfigError: a set larger than the batch; no set of two wordings; a dataset without a length or with rows that
-            name no set; `alpha` and `gamma` both 0.
-        MethodError: a set larger than the batch, where the run did not say before how large that is; an answer that is
-            no text; what a similarity function returns is not one number in [0, 1] per pair.
+        ConfigError: a set larger than the batch; no set of two wordings; no length; rows that name no set.
+        MethodError: a set larger than the batch; an answer that is no text; not one similarity in [0, 1] per pair.
         StateError: the state belongs to a dataset with other sets.
 
     Source: arXiv 2510.04392 (Con-RAG), without code.
@@ -77,34 +71,9 @@ class PsGrpo(Method):
     fidelity = "paper"
     does = "Rewards answers that agree with those to other wordings of the same question"
     problems = ("no_verifier",)
-    idle = (
-        Idle(
-            {"collapsed": 1.0},
-            "all sets have the same answer. Raise `gamma`, or keep the policy near its reference with a KL term.",
-        ),
-    )
+    idle = (Idle({"collapsed": 1.0}, "all sets have the same answer. Raise `gamma`, or add a KL term."),)
     plans_stay_together = True
-
-    @dataclass(frozen=True)
-    class Params(MethodParams):
-        set_column: str = param("paraphrase_set_id", "dataset column with the same value for all wordings of a set")
-        similarity: Literal["bleu1", "bleu2", "rougeL", "f1", "em"] | Callable[..., Any] = param(
-            "bleu2", "one of these, or a function similarity(hypotheses, references) of two lists of texts"
-        )
-        compare: Literal["sampled", "exact"] = param(
-            "sampled", "texts compared with: a sample, or all of the other wordings"
-        )
-        kappa: int = param(3, "other wordings in the sample, if there are as many", ge=1, only_if=_SAMPLED)
-        s: int = param(1, "rollouts of each of them, if there are as many", ge=1, only_if=_SAMPLED)
-        alpha: float = param(1.0, "weight of the similarity", ge=0)
-        gamma: float = param(1.0, "weight of the accuracy; 0: no labels are needed", ge=0)
-        answer_column: str | None = param(
-            None, "dataset column with the short answer or answers; none: the run's reward", only_if=_LABELS
-        )
-
-        def check(self) -> None:
-            if self.alpha == self.gamma == 0:
-                raise ConfigError("`alpha` and `gamma` are both 0, so every reward would be 0. Set one above 0.")
+    Params = PsGrpoParams
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

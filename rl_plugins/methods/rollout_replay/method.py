@@ -33,18 +33,18 @@ class RolloutReplay(Method):
         of more than `buffer_groups` groups the oldest leave
 
     A replayed group brings its tokens, the log-probs of the policy that made them, their versions and its rewards. It
-    is not generated or scored again; its advantages are computed with those of the batch. The loss must correct for the
-    older policy, as `decoupled_ppo` does; else the run warns.
+    is not scored again; its advantages are computed with those of the batch. The loss must correct for the older
+    policy, as `decoupled_ppo` does; else the run warns.
 
-    Symbols: sigma = `fresh_share`; rows are rollouts. Log-probs float32 in nats, rewards (rollouts, functions)
-    float64; versions are published weights, as in `Rollouts.version`.
+    Symbols: sigma = `fresh_share`; rows are rollouts. Log-probs float32 in nats, rewards (rollouts, functions) float64;
+    versions as in `Rollouts.version`.
 
     Special cases: a group is whole if as many rollouts stayed (`select`) as the host trains per prompt. Other groups
     are not stored, and not drawn after a resume with another group size. If there are fewer usable groups than wanted,
-    fresh prompts fill the batch. Among several groups of one prompt in a batch the last storable one is stored. Tokens
-    that were only read (from tools, environments, programs) are replayed as such. A group is not stored (`unstorable`)
-    if it has a token of unknown sampling probability, an empty rollout, or a prompt outside the dataset. Rollouts of
-    several rows, or with turns that a method compares, are not stored either.
+    fresh prompts fill the batch. Of several groups of one prompt the last storable one is stored. Tokens that were only
+    read are replayed as such. A group is not stored (`unstorable`) if it has a token of unknown sampling probability,
+    an empty rollout, or a prompt outside the dataset. Rollouts of several rows, or with turns that a method compares,
+    are not stored either.
 
     `max_staleness` limits the age in the batch that is expected to train the group: the weights known when it is
     planned, plus those the last publication added, plus the largest delay seen so far between the two. The delay is 0
@@ -64,19 +64,14 @@ class RolloutReplay(Method):
     problems = ("long_tail", "few_prompts")
     needs: frozenset[str] | set[str] = {"prompt_index", "tokens", "token_ids", "token_versions", "rollout_logprobs"}
     replays = True
-    idle = (
-        Idle(
-            {"replayed": 0},
-            "no stored group was replayed. Look at `stored`, `constant` and `unstorable`, and at `max_staleness`.",
-        ),
-    )
+    idle = (Idle({"replayed": 0}, "no stored group was replayed. Look at `stored`, `constant` and `unstorable`."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         fresh_share: float = param(0.5, "sigma, share of a batch's rows that is generated; 1: no replay", gt=0, le=1)
         buffer_groups: int = param(512, "most groups in the buffer; the oldest leave", ge=1, only_if=REPLAYS)
         max_staleness: int | None = param(
-            None, "largest age of a group in its batch, in published weights", ge=1, only_if=REPLAYS
+            None, "largest age of a group in its batch, in weights", ge=1, only_if=REPLAYS
         )
         start_batch: int = param(2, "first batch with replay, from 0", ge=1, only_if=REPLAYS)
 

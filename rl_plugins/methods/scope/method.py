@@ -19,26 +19,11 @@ from rl_plugins.methods.scope.steps import checked_scores, first_wrong, split_st
 _COLUMN = "scope_foreign"  # 1 for tokens of the corrector
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A failed rollout whose first wrong reasoning step is known.
-
-    Args:
-        place: of the row among the prompt's.
-        kept: tokens before the first wrong reasoning step.
-        rank: the larger, the earlier it is corrected.
-    """
-
-    place: int
-    kept: int
-    rank: float
-
-
 class Scope(Method):
     """Step-wise Correction for On-Policy Exploration: gives a hard prompt a right answer that starts like the policy's.
 
-    Reconstruction: no code was published, and we could read only the abstract and summaries. The choice and number of
-    corrected rollouts, threshold and gate, the corrector, the replaced part, and the loss (LUFFY's) are ours.
+    Reconstruction: no code was published, and we read only the abstract and summaries. The choice of rollouts,
+    threshold, corrector, replaced part and loss (LUFFY's) are ours.
 
     For each prompt with fewer than `min_correct` right rollouts (reward >= success_threshold):
 
@@ -48,18 +33,14 @@ class Scope(Method):
         hybrid = own tokens of s_1 .. s_{t-1}  +  correction;  if its reward is >= success_threshold it takes the place
         of the rollout it began as, else that stays
 
-    So group sizes and order stay, and advantages are the host's. The correction is the rest of the answer by the
-    `corrector`. Without a corrector the policy continues from its prefix and sees the text of `solution_column` in the
-    prompt (`hint`). `extent: step` takes only the next reasoning step from the correction, and the policy finishes
-    without help. The host aggregates this loss per token:
+    The correction is the rest of the answer by the `corrector`. Without one the policy continues from its prefix and
+    sees the text of `solution_column` in the prompt (`hint`). `extent: step` takes only the next reasoning step from
+    the correction, and the policy finishes without help. The host aggregates this loss per token:
 
         own tokens:          -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A),   r = exp(lp - old)
         corrector's tokens:  -A p / (p + gamma),   p = exp(lp)                    `off_policy: shaped` (LUFFY)
                              -A lp                                                `sft`
                              as own tokens                                        `plain`
-
-    p / (p + gamma) has the gradient gamma p / (p + gamma)^2 in lp: largest, 1/4, at p = gamma, so unlikely tokens of
-    the corrector count and certain ones hardly do.
 
     Symbols: v (T,) per rollout; A the advantage, lp the log-prob, old that of the policy before the update. Own tokens
     keep their log-probs (a token that extends into the wrong reasoning step is not kept); the correction is forced:
@@ -70,7 +51,7 @@ class Scope(Method):
     not fit or is unfinished is dropped. A prefix of the plan is never cut.
 
     Raises:
-        ConfigError: a parameter out of range, no `prm`, or an empty separator.
+        ConfigError: no `prm`.
 
     Source: arXiv 2602.24110 (abstract); loss from LUFFY (arXiv 2504.14945, ElliottYan/LUFFY, mix_core_alg.py).
     """
@@ -82,14 +63,8 @@ class Scope(Method):
     problems = ("no_signal", "exploration")
     forces_tokens = True
     idle = (
-        Idle(
-            {"eligible": 0},
-            "no group had wrong and too few right completions. Look at `success_threshold`, `min_correct`.",
-        ),
-        Idle(
-            {"corrected": 0},
-            "no correction was right. Look at `located`, `failed` and `verified`, and at `corrector` or `hint`.",
-        ),
+        Idle({"eligible": 0}, "no group had wrong and too few right rollouts. Look at `min_correct`."),
+        Idle({"corrected": 0}, "no correction was right. Look at `located`, `failed` and `verified`."),
     )
     Params = ScopeParams
 
@@ -252,3 +227,18 @@ class Scope(Method):
         else:
             value = terms.logprobs
         return torch.where(terms.columns[_COLUMN] > 0, -terms.advantages * value, own)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A failed rollout whose first wrong reasoning step is known.
+
+    Args:
+        place: of the row among the prompt's.
+        kept: tokens before the first wrong reasoning step.
+        rank: the larger, the earlier it is corrected.
+    """
+
+    place: int
+    kept: int
+    rank: float

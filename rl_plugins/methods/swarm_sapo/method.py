@@ -52,35 +52,31 @@ class SwarmSapo(Method):
     `external_weight` w the advantages of external groups are w A.
 
     A package is a prompt, its dataset columns and G completions as text. The text is tokenized again with the tokenizer
-    of this run. No token of it was sampled here, so its tokens are forced: they are trained as if the policy had made
-    them, with old log-probs of the own policy, and the ratio is 1 in the first update. Corrections that need a sampling
-    probability are refused.
+    of this run. Its tokens are forced: they are trained as if the policy had made them, with old log-probs of the own
+    policy.
 
     The exchange is a directory, a URL that fsspec opens, or an HTTP endpoint; `transport` takes another one. No node
-    waits for others. An exchange that fails or is empty leaves the own data only. It costs at most `timeout` seconds
-    for reading and as much for writing, and a node tries it less often after each failure.
+    waits for others. An exchange that fails or is empty leaves the own data only. A node tries it less often after each
+    failure.
 
     Foreign data are not trusted. A file and its texts have limits of size, the id must be the hash of the question, and
     prompt and columns must have the kinds of values that the own dataset has. A completion whose tokens give another
     text (special tokens, unknown characters) is refused. Reward functions must bear any such values; `accept` may check
-    more. Senders are not authenticated: give write access to those you trust not to flood the exchange. Prompts and
-    columns of your dataset leave this node.
+    more. Senders are not authenticated. Prompts and columns of your dataset leave this node.
 
     Symbols: G rollouts per group, I and J groups per batch; R, A (rows,) float64. The paper's round is a batch here.
 
     Special cases: with fewer than J packages all of them are taken, and own prompts fill the batch. If fewer than J
     candidates are kept, the batch is short of these groups. A candidate with a NaN reward is never kept. A package that
     was scored is not drawn again. A newer package of the same sender and question replaces the older one; the batch
-    number of the sender says which one is newer. A node that starts from zero needs a new name: its batches count
-    from 0 again. Packages of the own node name are not read. In verl's asynchronous modes there are exactly J
-    candidates. Rollouts of several rows or turns are not published. Refills of a batch that is not full take no
-    package. J = 0 trains as without the method, and still publishes.
+    number of the sender says which one is newer. A node that starts from zero needs a new name. Packages of the own
+    node name are not read. In verl's asynchronous modes there are exactly J candidates. Rollouts of several rows or
+    turns are not published.
 
     State: the packages that wait, as text, and the names of files read and written. A resumed run goes on with them.
 
     Raises:
-        ConfigError: a parameter out of range; no `exchange` or `node`; prompts with images; a dataset column that is no
-            plain data; not fewer external groups than prompts of a batch.
+        ConfigError: no `exchange` or `node`; images; a column that is no plain data; too many external groups.
 
     Source: arXiv 2509.08721; `transplant_trees` in src/genrl/examples/rgym/data.py of gensyn-ai/genrl.
     """
@@ -89,12 +85,7 @@ class SwarmSapo(Method):
     fidelity = "abstract"
     does = "Trains on rollouts that other nodes share as text, next to its own"
     problems = ("no_signal", "exploration")
-    idle = (
-        Idle(
-            {"external": 0},
-            "no external group was trained. Look at `inbox`, `rejected` (with a warning) and `constant`.",
-        ),
-    )
+    idle = (Idle({"external": 0}, "no external group was trained. Look at `inbox`, `rejected` and `constant`."),)
     Params = SwarmParams
 
     def __init__(self, params: MethodParams | None = None) -> None:

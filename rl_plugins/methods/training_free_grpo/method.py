@@ -18,8 +18,7 @@ class TrainingFreeGrpo(Method):
     """Lets a language model compare the rollouts of a group and edit a short list of experiences; nothing is trained.
 
     The policy pi stays frozen. It is a method and no tool because it acts through the hooks of a host's run, with the
-    host's rollouts and rewards. It learns a list E of texts, which is in the prompt of every rollout, also in
-    evaluation:
+    host's rollouts and rewards. Its state is a list E of texts, in the prompt of every rollout, also in evaluation:
 
         o_1 .. o_G ~ pi(. | template(q, E)),  r_i = reward
         group g is compared if reward_low < mean(r) < reward_high     (without `ground_truth`: always)
@@ -31,8 +30,8 @@ class TrainingFreeGrpo(Method):
                              E  <- E + all adds; apply(LLM(E, modifications)), a plan of modify and merge
         E  <- renumbered G0, G1, ..
 
-    E is edited once per generation batch. The language model may be the policy itself. While E is empty the template
-    says "None" (`paper`: the prompt is unchanged).
+    E is edited once per batch. The language model may be the policy. While E is empty the template says "None"
+    (`paper`: nothing).
 
     Symbols: r (rows,) float64. A rollout of several rows counts once: their texts in order, the reward of the last.
 
@@ -40,14 +39,11 @@ class TrainingFreeGrpo(Method):
     a comparison or without JSON are left out. If there is no plan after all tries, E is unchanged (`paper`: additions
     stay). A group of one is compared only if its reward lies between the bounds.
 
-    State: the texts of E.
-
     Raises:
         ConfigError: no language model or two, a template without its fields, an unreadable library.
         MethodError: no rollout of a batch could be summarized, or a prompt is not known.
 
-    Source: arXiv 2510.08191; TencentCloudADP/youtu-agent, `practice` is utu/practice of main (bef6ba5), `paper`
-    training_free_grpo of the branch training_free_GRPO (7612f86).
+    Source: arXiv 2510.08191; TencentCloudADP/youtu-agent, main (bef6ba5) and branch training_free_GRPO (7612f86).
     """
 
     name = "training_free_grpo"
