@@ -86,7 +86,7 @@ class Cleaner(Method):
         rollback_probability: float = param(1.0, "probability of repairs in a rollout", ge=0, le=1, only_if=_SWITCHED)
         max_attempts: int = param(30, "calls of a rollout after which nothing is repaired", ge=1, only_if=_ATTEMPTED)
         marker: str = param("<tool_call>", "text that begins a call; empty: the whole turn is the call")
-        compare: Literal["call_text", "code"] = param("call_text", "compared texts", only_if=_COMPARED)
+        compare: Literal["call_text", "code"] = param("call_text", "compared texts: call or code", only_if=_COMPARED)
         boundary: Literal["exact", "code_compat"] = param(
             "exact", "rule for a marker of several tokens", only_if=_MARKED
         )

@@ -77,7 +77,7 @@ class DecoupledPpo(Method):
         level: Level = param("token", "unit that weights and bounds are of", only_if={"proximal": WEIGHTED})
         action: Action = param("mask", "treatment of tokens outside the bounds", only_if={"proximal": WEIGHTED})
         metric: Metric = param("ratio", "quantity that is bounded", only_if={"action": "mask", "proximal": WEIGHTED})
-        aggregation: Literal["mean", "sum", "max"] = param("mean", "metric of a row", only_if=_ROW)
+        aggregation: Literal["mean", "sum", "max"] = param("mean", "statistic of a row's metric", only_if=_ROW)
         upper: float = param(5.0, "upper bound of the metric", gt=0, allow_inf=True, only_if=_BOUND)
         lower: float | None = param(None, "lower bound of the metric; none: no bound", only_if=_BOUND)
 
