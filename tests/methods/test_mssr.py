@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_method import acting
 
+from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError, MethodError, StateError
 from rl_plugins.core.method import Bundle, Method
 from rl_plugins.core.params import build_params
@@ -132,7 +133,7 @@ def check_trajectory(case: Case) -> None:
 def check_rate_per_sample(case: Case) -> None:
     """The method does not offer this rate, for the reason it names; these numbers say what is left out."""
     left_out = "forgetting rate per sample, from the log-probs of the prompt's last response"
-    assert any(left_out in text for text in MssrBaseline.disagreements)
+    assert any(left_out in text for text in card_file(MssrBaseline).disagreements)
     stored, new, mask = (torch.tensor(case.inputs[k]) for k in ("stored_log_probs", "new_log_probs", "mask"))
     p = case.params
     rate = 2 ** (-((stored - new) * mask).sum(1) / p["d_half"])

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_method import acting
 
+from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.losses import ppo_clip
 from rl_plugins.core.params import build_params
@@ -364,7 +365,7 @@ def test_the_example_works() -> None:
         "min_prefix": 0.0,
         "corrector": "rl_plugins.methods.scope.example:finish",
     }
-    method = Scope(build_params(Scope.Params, {**Scope.example_params, **params}, "scope"))
+    method = Scope(build_params(Scope.Params, {**card_file(Scope).example_params, **params}, "scope"))
     engine = TableEngine(saying("1.x.x."), reward)
     rows = run_program(method, prompt_of(engine, columns={"answer": "1.2.3."}), engine)
     assert texts(engine, rows).count("1.2.3.") == 1

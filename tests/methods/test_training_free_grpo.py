@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from one_method import acting
 from waiting import NEVER, SOON, Stuck
 
+from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import PlanRow, Rollouts
@@ -628,7 +629,7 @@ def test_deterministic() -> None:
 
 @pytest.mark.parametrize("variant", ["practice", "paper"])
 def test_the_canned_advisor_of_the_demo(variant: str) -> None:
-    stack = stack_of(**TrainingFreeGrpo.example_params, variant=variant)
+    stack = stack_of(**card_file(TrainingFreeGrpo).example_params, variant=variant)
     for number in range(3):
         logged = step(stack, rollouts_of([1, 0, 0, 0], batch=number))
         assert logged["failed"] == 0 and logged["operations"] == 1
