@@ -53,9 +53,7 @@ class D3s(Method):
         )
         group_rows_end: float = param(1.0, "share of each group's rows that is kept at the end", gt=0, le=1)
         batch_rows_start: float | None = param(0.25, "share of the batch's rows; none: no line 2", gt=0, le=1)
-        batch_rows_end: float = param(
-            1.0, "share of the batch's rows at the end", gt=0, le=1, only_if={"batch_rows_start": GIVEN}
-        )
+        batch_rows_end: float = param(1.0, "batch share at the end", gt=0, le=1, only_if={"batch_rows_start": GIVEN})
         tokens_start: float = param(0.2, "share of the kept rows' tokens that is kept at the start", gt=0, le=1)
         tokens_end: float = param(1.0, "share of the kept rows' tokens that is kept at the end", gt=0, le=1)
 
