@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from rl_plugins.cards.card_file import CardFile, Paper, card_file
 from rl_plugins.core.denoising import Denoise
 from rl_plugins.core.groups import Groups
 from rl_plugins.core.losses import ppo_clip
@@ -24,6 +25,7 @@ from rl_plugins.core.rollouts import Admission, Shape, Update
 from rl_plugins.lab.demo.environments import Calculator, Grid
 from rl_plugins.runtime import registry
 from rl_plugins.testing import check_method
+from rl_plugins.testing.contract import documents
 from rl_plugins.testing.contract.documents import section_problems
 
 # Methods whose parameters have no default, and what to test them with.
@@ -117,7 +119,7 @@ def test_built_in(name):
     if isinstance(found, Bundle):
         for part, params in found.parts.items():
             build_params(registry.load(part).Params, {**PARAMS.get(part, {}), **params}, part)
-        assert found.about.strip()
+        assert card_file(found).about
         return
     report = check_method(found, prepare=PREPARE.get(name), rows=ROWS.get(name, ()), **PARAMS.get(name, {}))
     assert report.hooks == found.claims()
@@ -237,8 +239,12 @@ GOOD: dict[str, Any] = {
     "__module__": "rl_plugins.methods.toy",  # prose is a must in the package
     "name": "toy",
     "fidelity": "paper",
-    "use_when": "You test the test.",
-    "avoid_when": "You train.",
+    "card": CardFile(
+        "toy",
+        Paper("2402.03300", "A paper for tests", "Nobody", 2024),
+        use_when="You test the test.",
+        avoid_when="You train.",
+    ),
     "needs": frozenset(
         {"tokens", "entropies", "old_logprobs", "current_logprobs", "current_entropies", "prompt_index"}
     ),
@@ -260,6 +266,12 @@ ALL_HOOKS = {
     "policy_loss": policy_loss,
     "regularize": regularize,
 }
+
+
+@pytest.fixture(autouse=True)
+def cards(monkeypatch):
+    """The card of a toy is its attribute `card`, in the place of a file."""
+    monkeypatch.setattr(documents, "card_file", lambda cls: getattr(cls, "card", None) or card_file(cls))
 
 
 def toy(**members) -> type[Method]:
@@ -338,19 +350,20 @@ def test_decisions_see_what_a_program_of_a_diffusion_policy_notes_of_its_samples
 
 
 def test_prose_is_advice_for_a_method_of_your_own():
-    bare = {"__doc__": None, "__module__": "mine", "use_when": "", "avoid_when": ""}
-    own = {k: v for k, v in (GOOD | bare).items() if k not in ("paper", "fidelity")}
-    report = check_method(type("Toy", (Method,), {**own, "advantages": advantages}))
+    members = {k: v for k, v in GOOD.items() if k != "fidelity"}
+    own = {**members, "__doc__": None, "__module__": "mine", "card": CardFile("toy"), "advantages": advantages}
+    report = check_method(type("Toy", (Method,), own))
     assert report.warnings == (
         "the docstring has 0 lines; it must open with the update rule and name symbols, shapes, errors and the source.",
-        "`use_when` is empty; one sentence helps users choose.",
-        "`avoid_when` is empty; one sentence helps users choose.",
+        "`use_when` of its card is empty; one sentence helps users choose.",
+        "`avoid_when` of its card is empty; one sentence helps users choose.",
     )
     assert str(report).count("  warning      ") == 3 and "prose: source" not in str(report)
-    of_a_paper = check_method(toy(advantages=advantages, __module__="mine", paper=Paper("0000", "T", "A", 2026)))
+    card = replace(GOOD["card"], paper=Paper("0000", "T", "A", 2026))
+    of_a_paper = check_method(toy(advantages=advantages, __module__="mine", card=card))
     assert "an arXiv id such as 2402.03300" in of_a_paper.warnings[0]
-    assert "an arXiv id such as 2402.03300" in problems(toy(advantages=advantages, paper=Paper("0000", "T", "A", 2026)))
-    inside = type("Toy", (Method,), {**own, "advantages": advantages, "__module__": "rl_plugins.methods.toy"})
+    assert "an arXiv id such as 2402.03300" in problems(toy(advantages=advantages, card=card))
+    inside = type("Toy", (Method,), {**own, "__module__": "rl_plugins.methods.toy"})
     assert "an arXiv id such as 2402.03300" in problems(inside)
 
 
@@ -747,8 +760,8 @@ BROKEN = [
     (dict(advantages=advantages, __doc__=DOC + "\nLogs: none."), "sections are Logs, Source, Logs; the order"),
     (dict(advantages=advantages, fidelity="reconstruction"), "what was not published"),
     (dict(advantages=advantages, fidelity="guess"), "`fidelity`"),
-    (dict(advantages=advantages, use_when=""), "`use_when` is empty"),
-    (dict(advantages=advantages, avoid_when=" "), "`avoid_when` is empty"),
+    (dict(advantages=advantages, card=replace(GOOD["card"], use_when="")), "`use_when` of its card is empty"),
+    (dict(advantages=advantages, card=replace(GOOD["card"], avoid_when="")), "`avoid_when` of its card is empty"),
     (dict(advantages=advantages, needs={"logits"}), "`needs` has 'logits'"),
     (dict(advantages=advantages, in_eval=("sample",)), "`in_eval` has 'sample'"),
     (dict(advantages=lambda self: 0), "must take (self, rollouts)"),

@@ -119,14 +119,14 @@ def test_a_broken_method_is_refused_by_name_and_disturbs_no_other(plugins, name,
 
 
 def test_a_built_in_file_that_cannot_be_imported_disturbs_no_other(monkeypatch):
-    members = registry._members
+    member = registry._member
 
-    def broken(stem):
-        if stem == "vade":
+    def broken(name):
+        if name == "vade":
             raise ImportError("half written")
-        return members(stem)
+        return member(name)
 
-    monkeypatch.setattr(registry, "_members", broken)
+    monkeypatch.setattr(registry, "_member", broken)
     assert {"vade", "mc_grpo"} <= set(registry.all_names())
     assert build_stack("mc_grpo").names == ["mc_grpo"]
     assert "`vade` from `rl_plugins.methods.vade` of rl-plugins cannot be loaded: ImportError: half written" in refused(
@@ -138,7 +138,7 @@ def test_a_built_in_file_that_cannot_be_imported_disturbs_no_other(monkeypatch):
     ("change", "reason"),
     [
         ({"name": "other"}, "its class says name = 'other', it is registered as 'mine'"),
-        ({"fidelity": "exact"}, '`paper` must be a Paper and `fidelity` "code", "paper"'),
+        ({"fidelity": "exact"}, "`fidelity` is 'exact'; it must be one of code, paper, abstract, reconstruction, own."),
         ({"Params": dict}, "`Params` must be a frozen dataclass"),
         ({"advantages": lambda self: None}, "`advantages(self)` must take (self, rollouts)"),
         ({"start": lambda self: None}, "`start(self)` must take (self, run)"),
@@ -146,7 +146,7 @@ def test_a_built_in_file_that_cannot_be_imported_disturbs_no_other(monkeypatch):
     ],
 )
 def test_a_class_that_does_not_fit_is_refused(change, reason):
-    good = {"name": "mine", "paper": McGrpo.paper, "fidelity": "paper", "observe": lambda self, r, t, s: None}
+    good = {"name": "mine", "fidelity": "paper", "observe": lambda self, r, t, s: None}
     registry.check_class(type("Mine", (Method,), good), "mine", "here")
     with pytest.raises(ConfigError, match=re.escape(reason)):
         registry.check_class(type("Mine", (Method,), {**good, **change}), "mine", "here")
@@ -360,7 +360,7 @@ class Picky(MethodParams):
 
 
 def my_class(**changes):
-    good = {"name": "mine", "paper": McGrpo.paper, "fidelity": "paper", "observe": lambda self, r, t, s: None}
+    good = {"name": "mine", "fidelity": "paper", "observe": lambda self, r, t, s: None}
     attributes = {k: v for k, v in {**good, **changes}.items() if v is not Ellipsis}  # Ellipsis: left out
     return type("Mine", (Method,), attributes)
 
@@ -401,7 +401,6 @@ def set_in_init(**values):
         ({"__init__": set_in_init(needs=None)}, "`Mine.needs` is None; it must be a set of signals"),
         ({"in_eval": ("plans",)}, "`Mine.in_eval` is ('plans',); it must be names of hooks"),
         ({"host_options": {"trl": None}}, "`Mine.host_options` is {'trl': None}; it must be a mapping of mappings"),
-        ({"example_params": [1]}, "`Mine.example_params` is [1]; it must be a mapping"),
         ({"Params": Undecorated}, "Undecorated'>; `Params` must be a frozen dataclass"),
         ({"Params": Raising}, "`Mine` cannot be built: KeyError: 'eps' (in `check`, line "),
         ({"Params": None}, "`Mine.Params` is None; `Params` must be a frozen dataclass"),
@@ -410,9 +409,6 @@ def set_in_init(**values):
             "`Mine` cannot be built: FileNotFoundError: no such model (in `broken_init`, line ",
         ),
         ({"__init__": lambda self: None}, "`Mine` cannot be built: TypeError: "),
-        ({"paper": NO_PAPER}, "it sets one of `paper` and `fidelity`. Set both, or neither"),
-        ({"fidelity": "own"}, "it sets one of `paper` and `fidelity`. Set both, or neither"),
-        ({"paper": "2601.00001"}, '`paper` must be a Paper and `fidelity` "code", "paper"'),
         ({"needs": {"x" * 10**6: 1}}, "xx [cut]; it must be a set of signals"),
     ],
 )
@@ -449,18 +445,17 @@ def test_a_module_that_ends_the_process_when_it_is_imported_is_broken_like_other
     origins = registry._origins
     monkeypatch.setattr(registry, "_origins", lambda name: [origin] if name == "mine" else origins(name))
     assert "`mine` from `some.module:Mine` of the package some-package cannot be loaded: " in refused("mine")
-    monkeypatch.setattr(registry, "_members", lambda stem: load() if stem == "vade" else {})
+    monkeypatch.setattr(registry, "_member", lambda name: load() if name == "vade" else {})
     assert "vade" in registry.all_names() and "`vade` from " in refused("vade")
 
 
 @pytest.mark.parametrize(
     ("bundle", "reason"),
     [
-        (Bundle("mine", {"vade": None}, McGrpo.paper, ""), "has the parts {'vade': None}; it must map methods to"),
-        (Bundle("mine", ["vade"], McGrpo.paper, ""), "has the parts ['vade']; it must map methods to"),
-        (Bundle("mine", {}, McGrpo.paper, ""), "has the parts {}; it must map methods to"),
-        (Bundle("mine", {"vade": {}}, None, ""), "has the paper None; it must be a Paper"),
-        (Bundle("other", {"vade": {}}, McGrpo.paper, ""), "is called `'other'` but registered as `mine`"),
+        (Bundle("mine", {"vade": None}), "has the parts {'vade': None}; it must map methods to"),
+        (Bundle("mine", ["vade"]), "has the parts ['vade']; it must map methods to"),
+        (Bundle("mine", {}), "has the parts {}; it must map methods to"),
+        (Bundle("other", {"vade": {}}), "is called `'other'` but registered as `mine`"),
     ],
 )
 def test_a_bundle_that_does_not_fit_is_refused(monkeypatch, bundle, reason):

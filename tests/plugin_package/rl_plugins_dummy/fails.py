@@ -9,7 +9,6 @@ from typing import Any, Literal
 from torch import Tensor
 
 from rl_plugins import Method, MethodParams, Rollouts, Terms, Update, param, ppo_clip
-from rl_plugins_dummy.good import PAPER
 
 
 class DummyFails(Method):
@@ -21,8 +20,6 @@ class DummyFails(Method):
 
     name = "dummy_fails"
     fidelity = "paper"
-    use_when = "Testing how a run ends."
-    avoid_when = "Otherwise."
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -9,7 +9,6 @@ from torch import Tensor
 from rl_plugins import Bundle, Method, MethodParams, Rollouts, Shape, Tokens, param
 
 
-
 class DummyScale(Method):
     """Advantages are the distance to the group's mean times `factor`.
 
@@ -25,8 +24,6 @@ class DummyScale(Method):
 
     name = "dummy_scale"
     fidelity = "paper"
-    use_when = "Testing."
-    avoid_when = "Not testing."
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -52,8 +49,6 @@ class DummyShift(Method):
     name = "dummy_shift"
     needs = frozenset({"tokens"})
     fidelity = "paper"
-    use_when = "Testing."
-    avoid_when = "Not testing."
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -63,4 +58,4 @@ class DummyShift(Method):
         return Shape(advantages=tokens.advantages + self.params.shift)
 
 
-BOTH = Bundle("dummy_both", {"dummy_scale": {"factor": 3.0}, "dummy_shift": {}}, PAPER, "Both methods for tests.")
+BOTH = Bundle("dummy_both", {"dummy_scale": {"factor": 3.0}, "dummy_shift": {}})

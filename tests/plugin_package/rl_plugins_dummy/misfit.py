@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rl_plugins import Method, Rollouts
-from rl_plugins_dummy.good import PAPER
 
 
 class DummyMisfit(Method):
