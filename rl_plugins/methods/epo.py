@@ -84,7 +84,7 @@ class Epo(Method):
         window: int | None = param(None, "latest batches in the reference; none: all", ge=1, only_if=_SMOOTHED)
         include_current: bool = param(False, "the batch itself counts in its reference (code)", only_if=_SMOOTHED)
         gate_turn: int = param(0, "first turn with a corridor, from 0 (code: 25)", ge=0, only_if=_TURN)
-        phase: Literal["none", "code", "paper"] = param("none", "weight over the run", only_if=_SMOOTHED)
+        phase: Literal["none", "code", "paper"] = param("none", "weight of the penalty over the run", only_if=_SMOOTHED)
         phase_batches: int | None = param(None, "K, batches of the schedule; none: the run's", ge=1, only_if=_PHASED)
         phase_rate: float = param(1.0, "rate of the paper's weight; negative: it grows", ge=-5, le=5, only_if=_PAPER)
         phase_middle: float = param(0.6, "share of the run at which the rate acted once", ge=0.1, le=1, only_if=_PAPER)

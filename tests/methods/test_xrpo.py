@@ -23,8 +23,8 @@ from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Budget, Completion, GroupSoFar, Plan, PlanRow, Rollouts, Tokens
 from rl_plugins.kit.services import media_of, prompt_text
 from rl_plugins.methods.mc_grpo import McGrpo
-from rl_plugins.methods.xrpo import XRPO, tfidf_cosine
-from rl_plugins.methods.xrpo.similarity import words
+from rl_plugins.methods.xrpo import XRPO
+from rl_plugins.methods.xrpo.similarity import tfidf_cosine, words
 from rl_plugins.methods.xrpo_allocate import XrpoAllocate, allocate, half_width
 from rl_plugins.methods.xrpo_novelty import XrpoNovelty, relative_likelihood
 from rl_plugins.methods.xrpo_seeds import XrpoSeeds

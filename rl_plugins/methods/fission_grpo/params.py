@@ -24,12 +24,12 @@ class FissionParams(MethodParams):
     max_depth: int = param(1, "most recoveries in a row; 1: none for a failed one (ours)", ge=1)
     max_characters: int = param(20_000, "most characters of a recovery's messages (ours)", ge=1)
     error_threshold: float = param(0.5, "lowest reward that is not an error (ours)")
-    correctness: str | None = param(None, "reward function that identifies errors; none: the total reward")
+    correctness: str | None = param(None, "name of the reward function that identifies errors; none: the total reward")
     error_column: str | None = param(None, "column of the rows with the environment's own error text")
     message: Callable[..., Any] | None = param(
-        None, "function message(error), a dict with prompt, answer, gold, tools; none: rules"
+        None, "function message(error) of a dict with prompt, answer, gold, tools; none: rules"
     )
-    message_timeout: float = param(60.0, "time limit of a call of `message`, in s", gt=0, only_if=_ERRORS)
+    message_timeout: float = param(60.0, "time limit of one call of `message`, in seconds", gt=0, only_if=_ERRORS)
     prompt_column: str = param("prompt", "dataset column with the prompt")
     gold_column: str | None = param(None, "dataset column with the right calls")
     tools_column: str | None = param(None, "dataset column with the schemas of the tools")

@@ -21,8 +21,8 @@ class PsGrpoParams(MethodParams):
     compare: Literal["sampled", "exact"] = param(
         "sampled", "texts compared with: a sample, or all of the other wordings"
     )
-    kappa: int = param(3, "other wordings in the sample, if there are as many", ge=1, only_if=_SAMPLED)
-    s: int = param(1, "rollouts of each of them, if there are as many", ge=1, only_if=_SAMPLED)
+    kappa: int = param(3, "number of other wordings in the sample; all, if there are fewer", ge=1, only_if=_SAMPLED)
+    s: int = param(1, "number of rollouts of each of them; all, if there are fewer", ge=1, only_if=_SAMPLED)
     alpha: float = param(1.0, "weight of the similarity", ge=0)
     gamma: float = param(1.0, "weight of the accuracy; 0: no labels are needed", ge=0)
     answer_column: str | None = param(

@@ -27,17 +27,25 @@ class RtvPdrParams(MethodParams):
         "last", "waves whose rollouts are candidates for the answer", only_if=_WAVES
     )
     training: Literal["plain", "refined", "hard"] = param("plain", "kind of training rollouts")
-    hard_below: float = param(0.0, "largest reward that still gets another wave", only_if={"training": "hard"})
-    environment: Function = param(None, "class or function that makes an attempt's environment; none: answers")
+    hard_below: float = param(
+        0.0, "largest reward of a prompt's rollouts at which it gets another wave", only_if={"training": "hard"}
+    )
+    environment: Function = param(None, "class or function that makes an agent's environment; none: single answers")
     max_turns: int = param(16, "most turns of an agent", ge=1, only_if=_AGENT)
-    turn_tokens: int | None = param(None, "most tokens of a turn; none: the room left", ge=1, only_if=_AGENT)
+    turn_tokens: int | None = param(
+        None, "most tokens of one turn; none: the room left in the completion", ge=1, only_if=_AGENT
+    )
     summarizer: Function = param(None, "function summarizer(problem, attempt) -> text; none: the policy")
     judge: Function = param(None, "function judge(problem, summaries) -> number from 1; none: the policy")
-    call_timeout: float = param(120.0, "time limit of such a call, in seconds", gt=0, only_if=_CALLED)
+    call_timeout: float = param(
+        120.0, "time limit of a call of environment, summarizer or judge, in seconds", gt=0, only_if=_CALLED
+    )
     summary_chars: int = param(4000, "most characters of a summary", ge=1)
     summary_tokens: int = param(1024, "most tokens of a summary by the policy", ge=1, only_if=_OWN_SUMMARY)
     judge_tokens: int = param(1024, "most tokens of a vote by the policy", ge=1, only_if=_OWN_JUDGE)
-    judge_temperature: float = param(1.0, "temperature of the policy as judge", gt=0, only_if=_OWN_JUDGE)
+    judge_temperature: float = param(
+        1.0, "temperature of the policy as judge; votes must differ", gt=0, only_if=_OWN_JUDGE
+    )
     shuffle: bool = param(True, "random assignment of the candidates to groups (ours)")
     permute: bool = param(True, "random order of the candidates for each vote (ours)")
     ties: Literal["random", "first"] = param("random", "choice of the winner in a tie (random is ours)")

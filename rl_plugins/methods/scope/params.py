@@ -16,20 +16,22 @@ Function = Callable[..., Any] | None
 
 @dataclass(frozen=True)
 class ScopeParams(MethodParams):
-    prm: Function = param(None, "function prm(messages, steps, columns): a score per step; required")
-    corrector: Function = param(None, "function corrector(messages, prefix, columns): the rest; none: the policy")
+    prm: Function = param(None, "function prm(messages, steps, columns): a score per reasoning step; required")
+    corrector: Function = param(
+        None, "function corrector(messages, prefix, columns): the rest as text; none: the policy"
+    )
     solution_column: str = param("solution", "dataset column with a right answer", only_if=_OWN)
     hint: str = param(HINT, "text with {solution} that ends the prompt's last message", only_if=_OWN)
     extent: Literal["suffix", "step"] = param("suffix", "extent of the correction: the rest, or one reasoning step")
     threshold: float = param(0.5, "score below which a reasoning step is wrong")
-    no_error: Literal["skip", "lowest"] = param("skip", "a wrong rollout without a wrong reasoning step")
-    min_prefix: float = param(0.5, "smallest share of the steps that precede the wrong one", ge=0, le=1)
+    no_error: Literal["skip", "lowest"] = param("skip", "treatment of a wrong rollout without a wrong reasoning step")
+    min_prefix: float = param(0.5, "smallest share of the reasoning steps that must precede the wrong one", ge=0, le=1)
     rank: Literal["prefix", "score"] = param("prefix", "order of correction: by longest right part, or by mean score")
     corrections: int = param(1, "most rollouts of a group that are corrected", ge=1)
     min_correct: int = param(1, "number of right rollouts at which a group is unchanged", ge=1)
     success_threshold: float = param(0.5, "lowest reward that counts as right")
     separator: str = param("\n\n", "text between two reasoning steps")
-    min_step: int = param(5, "fewest tokens of a step; a shorter one is joined to the next", ge=0)
+    min_step: int = param(5, "smallest number of tokens of a reasoning step; a shorter one is joined to the next", ge=0)
     off_policy: Literal["shaped", "sft", "plain"] = param("shaped", "loss of the corrector's tokens")
     gamma: float = param(0.1, "gamma of the shaped loss (LUFFY)", gt=0, only_if={"off_policy": "shaped"})
     clip_low: float = param(0.2, "lower clip range of own tokens", ge=0, le=1)

@@ -9,9 +9,7 @@ from typing import Any, Literal
 from rl_plugins import ConfigError, MethodParams, param
 from rl_plugins.core.errors import shown
 from rl_plugins.core.params import GIVEN, Is, above
-from rl_plugins.methods.swarm_sapo.packages import (
-    NODE,
-)
+from rl_plugins.methods.swarm_sapo.packages import NODE
 
 TAKES = {"external_groups": above(0)}
 OVER_HTTP = Is("an HTTP URL", lambda value: str(value).startswith(("http://", "https://")))
@@ -28,21 +26,23 @@ class SwarmParams(MethodParams):
         None, "candidates beyond J; none: J (0 in asynchronous modes) (ours)", ge=0, only_if=TAKES
     )
     select_by: Literal["uniform", "sample", "total_reward"] = param(
-        "uniform", "unequal rewards (paper), any (rl-swarm) or largest total (genrl)", only_if=TAKES
+        "uniform", "rule: unequal rewards (paper), any (rl-swarm) or largest total (genrl)", only_if=TAKES
     )
-    external_weight: float = param(1.0, "factor on their advantages (ours)", ge=0, only_if=TAKES)
+    external_weight: float = param(1.0, "factor on the advantages of external groups (ours)", ge=0, only_if=TAKES)
     max_age: int | None = param(4, "batches that a package waits at most; none: no limit (ours)", ge=0, only_if=TAKES)
-    publish_groups: int | None = param(None, "most own groups published per batch; none: all", ge=0)
+    publish_groups: int | None = param(None, "most own groups that are published per batch; none: all", ge=0)
     sender_quota: int = param(64, "most packages of a sender that wait (ours)", ge=1, only_if=TAKES)
     inbox_groups: int = param(512, "most packages that wait; the oldest leave (ours)", ge=1, only_if=TAKES)
     max_characters: int = param(20_000, "most characters of a completion or prompt (ours)", ge=1, only_if=TAKES)
     max_prompt_tokens: int = param(2048, "most tokens of a foreign prompt (ours)", ge=1, only_if=TAKES)
     max_file_bytes: int = param(4_000_000, "most bytes of a file that is read or written (ours)", ge=1000)
     keep_files: int = param(64, "number of own files that stay in the exchange (ours)", ge=1)
-    accept: Function = param(None, "function accept(package): whether it is usable; none: all that fit", only_if=TAKES)
+    accept: Function = param(
+        None, "function accept(package): whether the question is usable; none: all that fit", only_if=TAKES
+    )
     timeout: float = param(10.0, "time limit of one reading or writing of the exchange, in seconds (ours)", gt=0)
     prompt_column: str = param("prompt", "dataset column with the prompt")
-    key_env: str = param("", "variable with the key of an HTTP endpoint; empty: no key", only_if=_HTTP)
+    key_env: str = param("", "environment variable with the key of an HTTP endpoint; empty: no key", only_if=_HTTP)
     transport: Function = param(
         None, "function transport(exchange): an object with put, names, get, remove", only_if=_PLACE
     )

@@ -24,25 +24,33 @@ class TrainingFreeParams(MethodParams):
     llm_temperature: float = param(0.7, "temperature of the endpoint", ge=0, only_if=_URL)
     llm_max_tokens: int = param(4096, "most tokens of the endpoint's reply", ge=1, only_if=_URL)
     llm_timeout: float = param(300.0, "time limit of one try, in seconds", gt=0, only_if=_LEARN)
-    llm_retries: int = param(2, "further tries of a call that failed", ge=0, only_if=_LEARN)
+    llm_retries: int = param(2, "further tries of a call that failed or gave no usable answer", ge=0, only_if=_LEARN)
     llm_concurrency: int = param(16, "number of calls at the same time", ge=1, only_if=_LEARN)
     variant: Literal["practice", "paper"] = param(
         "practice", "update rule of the published code, or of the paper's code"
     )
     library: str | None = param(None, "JSON file of the experiences, read at the start, written after each batch")
     learn: bool = param(True, "permission to change the library; false: it is only used")
-    per_group: int = param(1, "most experiences (or operations) of a group", ge=1, only_if=_LEARN)
+    per_group: int = param(1, "most experiences (practice) or operations (paper) of a group", ge=1, only_if=_LEARN)
     max_words: int = param(32, "most words of an experience; a longer one is cut (ours)", ge=1, only_if=_LEARN)
-    ground_truth: bool = param(True, "only groups with some success; false: all, answers hidden", only_if=_LEARN)
-    answer_column: str | None = param(None, "column with the answer; none: hidden", only_if=_GRADED)
+    ground_truth: bool = param(
+        True, "comparison of groups with some success only; false: all, with answers hidden", only_if=_LEARN
+    )
+    answer_column: str | None = param(
+        None, "dataset column with the reference answer; none: the answer is hidden", only_if=_GRADED
+    )
     reward_low: float = param(0.0, "reward of a failure (ours)", only_if=_GRADED)
     reward_high: float = param(1.0, "reward of a success (ours)", only_if=_GRADED)
-    objective: str = param("It solves the task it is given.", "purpose of the agent", only_if=_LEARN)
-    learning_objective: str = param("How to solve such tasks more often.", "purpose of learning", only_if=_LEARN)
+    objective: str = param(
+        "It solves the task it is given.", "purpose of the agent, for the language model", only_if=_LEARN
+    )
+    learning_objective: str = param(
+        "How to solve such tasks more often.", "purpose of the learning, for the language model", only_if=_LEARN
+    )
     prompt_template: str = param(texts.PROMPT, "prompt of a rollout, with {experiences} and {problem}")
     prompt_column: str = param("prompt", "dataset column with the prompt")
     merge_without_text: Literal["skip", "delete"] = param(
-        "skip", "a merge without text: no change, or deletion (code)", only_if=_PAPER
+        "skip", "merge without text: no change, or deletion as in the paper's code", only_if=_PAPER
     )
 
     def check(self) -> None:

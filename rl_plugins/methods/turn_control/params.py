@@ -25,19 +25,21 @@ class TurnControlParams(MethodParams):
         None, "class or function without arguments that makes an environment; required"
     )
     strategy: Literal["unlimited", "fixed", "dynamic"] = param(
-        "fixed", "hard_cap only, a fixed limit, or a limit with extensions"
+        "fixed", "limit of turns: hard_cap only, a fixed limit, or a limit with extensions"
     )
     hard_cap: int = param(50, "most turns of an episode with any limit", ge=1)
-    limit: int | None = param(None, "limit before an extension; none: from the calibration", ge=1, only_if=_LIMITED)
+    limit: int | None = param(
+        None, "limit of turns before an extension; none: from the calibration", ge=1, only_if=_LIMITED
+    )
     extension: int | None = param(
-        None, "turns of an extension; none: up to T of last_percentile", ge=0, only_if=_EXTENDED
+        None, "turns of an extension; none: up to T of `last_percentile`, in equal parts", ge=0, only_if=_EXTENDED
     )
     max_extensions: int = param(1, "most extensions of an episode", ge=0, only_if={"strategy": "dynamic"})
     should_extend: Callable[..., Any] | None = param(
-        None, "function should_extend(environment), asked at the limit", only_if=_EXTENDED
+        None, "function should_extend(environment), asked at the limit; a failed call means no", only_if=_EXTENDED
     )
     calibration: Literal["off", "freeze", "rolling"] | None = param(
-        None, "rule; none: off with a `limit`, else freeze", only_if=_LIMITED
+        None, "rule that learns the limit; none: off with a `limit`, else freeze", only_if=_LIMITED
     )
     percentile: float | None = param(
         None, "percentile that is the limit; none: 75 (fixed), 50 (dynamic)", ge=0, le=100, only_if=_CALIBRATED
@@ -52,7 +54,9 @@ class TurnControlParams(MethodParams):
     )
     reminder: str = param(REMINDER, "text of the reminder; may hold {remaining}, {used}, {limit}", only_if=_REMINDED)
     extension_text: str = param(EXTENSION, "text about {extension} more turns; empty: none", only_if=_EXTENDED)
-    unfinished: Literal["grade", "mask"] = param("grade", "rows cut off: graded, or masked out of the update")
+    unfinished: Literal["grade", "mask"] = param(
+        "grade", "treatment of rows cut off: graded, or masked (out of the update)"
+    )
     turn_tokens: int | None = param(None, "most tokens of a turn; none: the room left in the completion", ge=1)
     timeout: float = param(60.0, "time limit of one call of the environment, in seconds", gt=0)
     role: str = param("user", "role of the messages with the environment's replies")

@@ -19,14 +19,14 @@ class UiS1Params(MethodParams):
         False, "the first mismatch counts in returns before it", only_if={"gamma": above(0)}
     )
     episode_source: Literal["step_reward", "rollout_return"] = param(
-        "step_reward", "turns' rewards (code) or returns (paper)", only_if=_EPISODE
+        "step_reward", "values of A_epi: turns' rewards (code) or rollouts' returns (paper)", only_if=_EPISODE
     )
     episode_weight: float = param(1.0, "weight of the episode advantage", ge=0)
     step_weight: float = param(1.0, "weight of the turn's advantage (the paper's step advantage)", ge=0)
     scale: Literal["std", "none"] = param("std", "divisor of the advantages: std + std_eps, or none")
     std_eps: float = param(1e-6, "constant added to the standard deviation", gt=0, only_if={"scale": "std"})
     filter_by: Literal["first_return", "advantages", "none"] = param(
-        "first_return", "spread that decides which tasks stay: R_0 (code), A (paper)"
+        "first_return", "spread that decides which tasks stay: of R_0 (code), of the advantages (paper)"
     )
     filter_std: float = param(0.3, "standard deviation above which a task stays", ge=0, only_if=_FILTERED)
-    rows_per_rollout: int = param(16, "most rows of a rollout: turns of the longest task", ge=1)
+    rows_per_rollout: int = param(16, "most rows of the batch per rollout: turns of the longest task", ge=1)
