@@ -66,7 +66,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if output is not None:
         output["messages"] = messages.seen
     elif os.environ.get("UPDATE_MESSAGES"):
-        messages.update()
+        part = session.config.option.keyword or any("::" in argument for argument in session.config.args)
+        messages.update(whole=session.exitstatus == pytest.ExitCode.OK and not part)
     elif messages.changes() and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -1,7 +1,7 @@
 """Errors that tests expect. A test asserts the type and what the text names: an option, a method, a hook, a number. The
 whole texts are kept in messages.txt, which is compared once, when all tests have run.
 
-`UPDATE_MESSAGES=1 make test` writes the file anew; with a part of the tests, their part of it.
+`UPDATE_MESSAGES=1 make test` writes the file; any other run of pytest with it writes the part of its tests.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def changes() -> str:
     return "\n".join(lines)
 
 
-def update() -> None:
-    """Writes the texts of this run into the file. Tests of the same files that have none now lose theirs."""
-    files = {test.partition("::")[0] for test in seen}
+def update(whole: bool) -> None:
+    """Writes the texts of this run into the file. If it ran whole files, their tests that have no text lose theirs."""
+    files = {test.partition("::")[0] for test in seen} if whole else set()
     others = {test: texts for test, texts in read().items() if test.partition("::")[0] not in files}
     FILE.write_text("\n".join(shown(others | seen)) + "\n", encoding="utf-8")
 

@@ -547,7 +547,8 @@ def test_dart_gives_the_stored_success_of_a_group_that_fails(carousel: Run) -> N
             left
         ]
         assert torch.equal(torch.sign(d.advantages[left]), torch.sign(centers))
-        assert logged["dart_tis/weight_mean"] == pytest.approx(float(weight.mean()), rel=1e-4)
+        if bool(d.trained.any()) or not visit:  # later every group may hold a copy of its stored success, and leaves
+            assert logged["dart_tis/weight_mean"] == pytest.approx(float(weight.mean()), rel=1e-4)
     assert logged["dart_pool/replaced"] > 0 and logged["dart_pool/pool"] == 4
 
 
