@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 import re
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import case_of
 
 from rl_plugins.cards.card_file import CardFile, Paper, card_file
 from rl_plugins.core.denoising import Denoise
@@ -22,93 +22,10 @@ from rl_plugins.core.method import HOOKS, Bundle, Method
 from rl_plugins.core.params import MethodParams, build_params, param
 from rl_plugins.core.requests import Generate, Score, Trajectory, together
 from rl_plugins.core.rollouts import Admission, Shape, Update
-from rl_plugins.lab.demo.environments import Calculator, Grid
 from rl_plugins.runtime import registry
 from rl_plugins.testing import check_method
 from rl_plugins.testing.contract import documents
 from rl_plugins.testing.contract.documents import section_problems
-
-# Methods whose parameters have no default, and what to test them with.
-PARAMS: dict[str, dict[str, Any]] = {
-    "fission_grpo_reward": {"format": "format", "correctness": "accuracy"},
-    "scope": {"prm": lambda messages, steps, columns: [1.0] * len(steps)},
-    "aepo_rollout": {"environment": "rl_plugins.lab.demo.environments:Calculator"},
-    "arrol": {"cold_start": 1},
-    "brpo": {"judge": lambda prompt, a, b: "A" if a > b else "B"},
-    "fapo": {"judge": lambda prompt, answer, completion: len(completion) % 3 - 1},
-    "dots": {
-        "embeddings": lambda data: [[math.sin(i + 2.0 * j) for j in range(4)] for i in range(16)],
-        "references": 4,
-    },
-    "dars": {"n_first": 2, "n_max": 6},
-    "drpo": {"threshold": 0.5},
-    "best_perm": {"templates": ("{prompt}?", "{prompt}!")},
-    "linear_ts": {"column": "domain"},
-    "cleaner": {"environment": "rl_plugins.lab.demo.environments:Calculator", "marker": "["},
-    "turn_control": {"environment": "rl_plugins.lab.demo.environments:Grid", "calibration_episodes": 4},
-    "swarm_sapo": {"exchange": "memory://contract", "node": "me", "external_groups": 2},
-    "training_free_grpo": {
-        "llm": lambda text: '<Experiences>a: b</Experiences> ```json\n[{"operation": "ADD", "content": "a: b"}]\n```'
-    },
-}
-
-
-def hinted(r: Any) -> Any:
-    """Every second row begins with a hint of two tokens."""
-    return r.replace(meta={**r.meta, "adhint": [[0, 2 * (n % 2)] for n in r.length.tolist()]})
-
-
-def in_trees(r: Any) -> Any:
-    """Every group is a tree: two rollouts share a token, and each has an end of its own."""
-    ways = [
-        {"nodes": [0, 1 + i // 2, 100 + 10 * i + k], "stops": [0, 1, max(n, 1)]}
-        for i, k, n in zip(r.rollout.tolist(), r.index.tolist(), r.length.tolist(), strict=True)
-    ]
-    return r.replace(meta={**r.meta, "branches": ways})
-
-
-# Methods whose data cannot be guessed from `needs`.
-PREPARE: dict[str, Callable[..., Any]] = {
-    "fission_grpo_reward": lambda r: r.replace(reward_names=("format", "accuracy")),
-    "scope": lambda r: r.replace(meta={**r.meta, "scope": [[1, 3] if n % 2 else None for n in r.length.tolist()]}),
-    "adhint_advantages": hinted,
-    "adhint_gradients": hinted,
-    "branch_advantages": in_trees,
-    "branch_pruning": in_trees,
-    # episodes of 1 to 4 turns, the longest ones cut off
-    "turn_control": lambda r: r.replace(
-        meta={
-            "turns": r.length.tolist(),
-            "stop_reason": ["limit" if n > 3 else "done" for n in r.length.tolist()],
-            "extended": [False] * len(r),
-        },
-    ),
-    # what its own program notes of every rollout
-    "arrol": lambda r: r.replace(
-        meta={
-            **r.meta,
-            "arrol": [
-                {"features": [n / 9, (n % 7) / 7], "keep": 0.5 + n % 2 / 2, "q": None} for n in r.length.tolist()
-            ],
-        }
-    ),
-    # a main agent's row and one of a sub-agent it called
-    "m_grpo": lambda r: r.replace(
-        index=(index := r.index if r.index.any() else r.rollout % 2),
-        rollout=r.rollout if r.index.any() else r.rollout // 2,
-        meta={**r.meta, "agent": ["sub" if i else "main" for i in index]},
-    ),
-}
-
-# Dataset rows for environments and programs that read columns.
-ROWS: dict[str, list[dict[str, Any]]] = {
-    "aepo_rollout": Calculator.rows(4),
-    "cleaner": Calculator.rows(4),
-    "turn_control": Grid.rows(4),
-    "ui_s1_rollout": [
-        {"expert": [{"observation": "a window", "response": "a"}, {"observation": "b", "response": "b"}]}
-    ],
-}
 
 BUILT_IN = [name for name in registry.all_names() if not any(o.distribution for o in registry.origins_of(name))]
 
@@ -118,10 +35,11 @@ def test_built_in(name):
     found = registry.load(name)
     if isinstance(found, Bundle):
         for part, params in found.parts.items():
-            build_params(registry.load(part).Params, {**PARAMS.get(part, {}), **params}, part)
+            build_params(registry.load(part).Params, {**case_of(part).params, **params}, part)
         assert card_file(found).about
         return
-    report = check_method(found, prepare=PREPARE.get(name), rows=ROWS.get(name, ()), **PARAMS.get(name, {}))
+    case = case_of(name)
+    report = check_method(found, prepare=case.prepare, rows=case.rows or (), **case.params)
     assert report.hooks == found.claims()
     assert len(report.checks) >= 7
     if "policy_loss" in report.hooks or "regularize" in report.hooks:

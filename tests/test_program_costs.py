@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from test_contract import BUILT_IN, PARAMS, PREPARE, ROWS
+from cases import case_of
+from test_contract import BUILT_IN
 
 from rl_plugins.core.method import Bundle, Method
 from rl_plugins.core.requests import Generate, Generated, Prompt
@@ -79,7 +80,8 @@ def test_rows_of_every_program_are_those_of_the_engine(name: str, monkeypatch: p
     monkeypatch.setattr(contract, "TableEngine", Recorded)
     cls = registry.load(name)
     assert isinstance(cls, type) and issubclass(cls, Method)
-    kit = Kit(cls, PARAMS.get(name, {}), PREPARE.get(name), ROWS.get(name, ()))
+    case = case_of(name)
+    kit = Kit(cls, case.params, case.prepare, case.rows or ())
     for check in (contract.check_programs, contract.check_odd_engines):
         check(kit)
     assert not kit.problems and len(seen) > 10

@@ -1,0 +1,7 @@
+"""`brorl` in the contract test."""
+
+from __future__ import annotations
+
+from cases import Case, Effects
+
+CASE = Case(effects=Effects(values={"ramp": [((1, 8),)], "answer": [len]}))

@@ -1,0 +1,7 @@
+"""`echo_labels` in the contract test."""
+
+from __future__ import annotations
+
+from cases import Case, Effects
+
+CASE = Case(effects=Effects(values={"extract": [len]}))

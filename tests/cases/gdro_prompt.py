@@ -1,0 +1,9 @@
+"""`gdro_prompt` in the contract test."""
+
+from __future__ import annotations
+
+from cases import Case, Effects
+from cases.worlds import harder_and_easier
+from rl_plugins.testing.contract.effects import World
+
+CASE = Case(effects=Effects(World(prepare=harder_and_easier), settings=({}, {"edges": ()})))
