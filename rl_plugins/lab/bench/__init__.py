@@ -6,8 +6,12 @@ tasks.py      the tasks: what each trains on, its budget, and the setting in whi
 variants.py   baselines, and the methods with their parameters
 runs.py       trains what is missing, several processes at a time
 results.py    the raw results, a Parquet file that anyone can rerun and compare
-verdicts.py   differences, intervals, and what becomes of a claim
+claims.py     the claims of the cards
+differences.py, verdicts.py   differences and intervals, and what becomes of a claim
+search.py     the learning rate of the variant that lost
 combine.py    Shapley values of methods together, and the search for the best stack
-summary.py    what the package carries of the results, and published.py reads
-page.py       docs/bench.md and its figures
+session.py    `rl-plugins bench`; choice.py: which runs a question needs; tables.py: what is printed
+verl_runs.py  a sample of the tasks in verl
+summary.py    what the package carries of the results, publish.py keeps in a checkout, and published.py reads
+page.py, method_page.py, figures.py   the pages and their figures
 """

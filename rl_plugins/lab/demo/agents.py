@@ -22,7 +22,6 @@ from rl_plugins.lab.demo.settings import ON_CPU
 from rl_plugins.runtime import registry
 
 LOOP = "turn_control"
-FOR_TOOLS = ("cleaner", "aepo_rollout")  # whose mechanism needs tool calls that can fail; the others play the grid
 LABELS = {
     "eval_rewards/score/mean": "score, held out (0 to 1)",
     "rewards/score/mean": "score, in training (0 to 1)",
@@ -39,8 +38,9 @@ def needed(names: Iterable[str]) -> bool:
 
 
 def environment_of(names: Iterable[str]) -> str:
-    """The environment all variants play in."""
-    return "Calculator" if {cls.name for cls in _classes(names)} & set(FOR_TOOLS) else "Grid"
+    """The environment all variants play in: that of a card (`environment` in `[demo]`), else the grid."""
+    told = (card_file(cls).demo.get("environment") for cls in _classes(names))
+    return next(filter(None, told), "Grid")
 
 
 def with_loop(variants: Iterable[Variant]) -> tuple[Variant, ...]:
