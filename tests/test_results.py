@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from scipy import stats
 
 from rl_plugins.cards import results as module
 from rl_plugins.cards.catalog import card_of
@@ -132,6 +135,31 @@ def test_the_figures_of_a_card_are_those_of_the_records():
     assert found in card_of(registry.load("gdpo")).measured
     line = f"better: {record['claim']}, {found.numbers}"
     assert line in info(registry.load("gdpo")) and line in measured([found])
+
+
+def test_what_a_script_writes_is_read_as_its_result(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples/evidence")
+    common = importlib.import_module("common")
+    mine, theirs = common.interval([0.8, 0.9, 0.7]), common.interval([0.1, 0.2, 0.3])
+    common.write_records(
+        tmp_path / "x.json",
+        [
+            common.record("gdpo", "right", "higher", mine, theirs, scale=100, unit="%", baseline="GRPO"),
+            common.record("gdpo", "right", "higher", mine, theirs, difference=common.minus(mine, theirs)),
+            common.record("gdpo", "right", "higher", 0.5, 0.25),
+            common.record("gdpo", "seen", "higher", difference=(1.0, 0.83, 1.0)),
+            common.record("gdpo", "speed", "higher", difference=[1.1, 0.9, 1.0], none=1, baseline="plain batches"),
+        ],
+    )
+    apart, paired, bare, share, ratio = read((tmp_path / "x.json").read_text())
+    half = 0.1 * stats.t.ppf(0.975, 2) / math.sqrt(3)  # of each arm
+    assert apart.numbers == "80 ± 25 % against 20 ± 25 (GRPO)" and apart.verdict == "better"
+    assert apart.mean == 60 and apart.high - apart.mean == pytest.approx(100 * math.hypot(half, half), abs=0.5)
+    assert paired.paired and paired.mean == pytest.approx(0.6) and (paired.low, paired.high) == (0.17, 1.03)
+    assert (bare.verdict, bare.mean, bare.numbers) == ("no interval", 0.25, "0.50 against 0.25")
+    assert (share.low, share.high, share.verdict) == (0.83, 1.0, "better")
+    assert (ratio.verdict, ratio.none, ratio.paired) == ("no significant difference", 1, False)
+    assert ratio.numbers.startswith("1.00 ± 0.25 times plain batches")
 
 
 @pytest.mark.parametrize("name", [n for n in registry.all_names() if isinstance(registry.load(n), Bundle)])

@@ -22,12 +22,12 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from common import across, arguments, named, save, summary
+from common import across, arguments, named, record, save, summary
 from matplotlib.figure import Figure
 
 from rl_plugins.core.losses import ppo_clip
@@ -187,6 +187,36 @@ def learn(arm: str, seed: int) -> list[float]:
 # ---- report
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "aepo_advantages",
+        "success",
+        "higher",
+        difference=r["learning"]["advantages"]["after 25, less PPO"],
+        baseline="PPO's advantages",
+        unit="points",
+    )
+    yield record(
+        "aepo_clip",
+        "success after 25 batches",
+        "higher",
+        r["learning"]["clip"]["after 25"],
+        r["learning"]["PPO"]["after 25"],
+        baseline="PPO's clipping",
+        unit="%",
+    )
+    yield record(
+        "aepo_rollout",
+        "spread of branches over prompts with the penalty on repeated branching",
+        "lower",
+        r["branching"]["penalty 0.05 (paper)"]["gini"],
+        r["branching"]["no penalty"]["gini"],
+        baseline="without it",
+        note="Gini coefficients",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__.splitlines()[0], seeds=3)
     start, seeds = time.time(), range(args.seeds)
@@ -211,7 +241,7 @@ def main() -> None:
         result["learning"][arm] = dict(zip(("after 25", "after 100", "after 25, less PPO"), cells, strict=True))
         result["curves"][arm] = np.mean(every[arm], axis=0).tolist()
         print(f"{arm:22}" + "".join(f"{c['mean']:>14.1f} +-{c['ci95']:<5.1f}" for c in cells))
-    save(args.out, "aepo", result, lambda: plot(result), start)
+    save(args.out, "aepo", result, lambda: plot(result), start, records=records(result), where="echo-aepo-3-seeds")
 
 
 def plot(result: dict[str, Any]) -> Figure:

@@ -1,6 +1,6 @@
 """APRIL (arXiv 2509.18521): how much faster is generation, how stale does it make batches, and does that do harm?
 
-Schedule. A simulation (`rl_plugins.testing.generation`) of the real method and the real queue: 16 groups of 8 per batch,
+Schedule. A simulation (`rl_plugins.testing.generation`) of the real method and the real queue: 16 groups of 8 a batch,
 log-normal lengths (median 24 tokens, half of the variance of their logarithm between prompts), cut at 384. Two engines:
 `free`, a token takes as long however many rollouts are decoded; `busy`, it takes 1 + rollouts / 64 (three times as long
 with the 128 of a plain batch as with one), and reading a token of a resumed rollout takes 0.01. Speed-up of generation

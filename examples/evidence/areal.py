@@ -23,13 +23,13 @@ decoupled at the small rate: the task is easy, and the loss is not what it hangs
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, interval, named, points, save
+from common import arguments, interval, named, points, record, save
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -117,6 +117,50 @@ def trained(arm: str, lag: int, rate: float, seed: int) -> float:
     return float(torch.softmax(theta, 1)[torch.arange(LENGTH), target].mean())
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "areal_admission",
+        "groups trained per unit of time, simulated, `max_staleness: 1`",
+        "higher",
+        r["ahead"][1]["throughput"],
+        r["ahead"][0]["throughput"],
+        baseline="synchronous",
+    )
+    yield record(
+        "areal_admission",
+        "groups trained per unit of time, simulated, `max_staleness: 4` (default)",
+        "higher",
+        r["ahead"][4]["throughput"],
+        r["ahead"][2]["throughput"],
+        baseline="`max_staleness: 2`",
+    )
+    yield record(
+        "areal_admission",
+        "mean staleness, simulated, `max_staleness: 4` (default)",
+        "lower",
+        r["ahead"][4]["staleness"],
+        r["ahead"][2]["staleness"],
+        baseline="`max_staleness: 2`",
+    )
+    yield record(
+        "decoupled_ppo",
+        "expected reward on rollouts 8 batches old, small learning rate",
+        "higher",
+        r["reward"]["small"][8]["decoupled"],
+        r["reward"]["small"][8]["coupled"],
+        baseline="PPO around the policy that sampled",
+    )
+    yield record(
+        "decoupled_ppo",
+        "expected reward on rollouts 8 batches old, small learning rate",
+        "higher",
+        r["reward"]["small"][8]["decoupled"],
+        r["reward"]["small"][8]["uncorrected"],
+        baseline="PPO without correction",
+    )
+
+
 def main() -> None:
     args, start = arguments(__doc__, seeds=5), time.time()
     seeds = range(args.seeds)
@@ -141,7 +185,15 @@ def main() -> None:
         for lag, row in lags.items():
             print(f"  {lag} batches old", "  ".join(f"{v['mean']:.3f} ± {v['ci95']:.3f}" for v in row.values()))
 
-    save(args.out, "areal", results, lambda: plot(results), start)
+    save(
+        args.out,
+        "areal",
+        results,
+        lambda: plot(results),
+        start,
+        records=records(results),
+        where="areal-5-seeds",
+    )
 
 
 def plot(results: dict[str, Any]) -> Figure:

@@ -22,11 +22,11 @@ method is for and the paper's, as it was reported, hardly does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from common import across, arguments, save, summary
+from common import across, arguments, record, save, summary
 from matplotlib.figure import Figure
 
 from rl_plugins.core.params import build_params
@@ -126,6 +126,28 @@ def one_run(arm: str, seed: int) -> dict[str, float]:
     return {name: float(np.nanmean(values)) for name, values in found.items()}
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "arrol",
+        "reward variance left, `selection: survival` (default), against stopping at random",
+        "higher",
+        difference=r["survival (paper)"]["gain"],
+    )
+    yield record(
+        "arrol",
+        "reward variance left, `selection: balanced`, against stopping at random",
+        "higher",
+        difference=r["balanced (ours)"]["gain"],
+    )
+    yield record(
+        "arrol",
+        "reward variance left, `selection: extremes`, against stopping at random",
+        "higher",
+        difference=r["extremes (ours)"]["gain"],
+    )
+
+
 def main() -> None:
     args = arguments(__doc__, seeds=3)
     results: dict[str, Any] = {}
@@ -138,7 +160,14 @@ def main() -> None:
         print(f"{arm:18s} {cells}")
     settings = dict(prompts=PROMPTS, group=GROUP, probe=PROBE, length=LENGTH, batches=BATCHES, seeds=args.seeds)
     content = {"method": "arrol", "settings": settings, "results": results}
-    save(args.out, "arrol", content, lambda: plot(results))
+    save(
+        args.out,
+        "arrol",
+        content,
+        lambda: plot(results),
+        records=records(results),
+        where="latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
+    )
 
 
 def plot(results: dict[str, Any]) -> Figure:

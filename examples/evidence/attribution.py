@@ -1,7 +1,7 @@
 """Which of three methods brought what? `rl-plugins compare --attribute` on the demo, in TRL's real trainer.
 
 The embedded policy of 78,272 parameters learns to sort digits. The methods are `vade` (prompts), `mc_grpo`
-(advantages) and `minpro` (loss); the 8 variants are all subsets, the empty one is TRL's GRPO. Every run has 40 optimizer
+(advantages) and `minpro` (loss); the 8 variants are all subsets, the empty one is TRL's GRPO. A run has 40 optimizer
 steps of 128 rollouts, 4 per prompt, two updates per batch, and the binary reward. The score is the share of right
 answers on 320 held-out prompts, 4 answers each, after the last step. All variants have the same number of optimizer
 steps.

@@ -18,11 +18,12 @@ best_perm is the method itself, through the driver and its rounds. Intervals are
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
-from common import across, arguments, save, summary
+from common import across, arguments, record, save, summary
 from matplotlib.figure import Figure
 
 from rl_plugins.core.rollouts import PlanRow
@@ -110,6 +111,34 @@ def measure(arm: str, values: list[float], alike: bool, seed: int) -> dict[str, 
     }
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "best_perm",
+        "value of successes where weaker hints are worth more, simulated",
+        "higher",
+        r["falling values | prompts alike"]["best_perm, upper"]["value"],
+        r["falling values | prompts alike"]["weak first"]["value"],
+        baseline="weak hints first",
+    )
+    yield record(
+        "best_perm",
+        "tries until a success where all hints are worth the same, simulated",
+        "lower",
+        r["equal values | prompts alike"]["best_perm, upper"]["tries"],
+        r["equal values | prompts alike"]["strong first"]["tries"],
+        baseline="strong hints first",
+    )
+    yield record(
+        "best_perm",
+        "tries until a success where all hints are worth the same, simulated",
+        "lower",
+        r["equal values | prompts alike"]["best_perm, upper"]["tries"],
+        r["equal values | prompts alike"]["weak first"]["tries"],
+        baseline="weak hints first",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__, seeds=10)
     start = time.time()
@@ -123,7 +152,15 @@ def main() -> None:
                 result["table"].setdefault(place, {})[arm] = cells
                 texts = (f"{k} {c['mean']:.3f} +- {c['ci95']:.3f}" for k, c in cells.items())
                 print(f"{place:34} {arm:22} {'   '.join(texts)}", flush=True)
-    save(args.out, "best_perm", result, lambda: plot(result), start)
+    save(
+        args.out,
+        "best_perm",
+        result,
+        lambda: plot(result),
+        start,
+        records=records(result["table"]),
+        where="best_perm-10-seeds",
+    )
 
 
 def plot(result: dict) -> Figure:

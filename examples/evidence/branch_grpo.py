@@ -22,13 +22,14 @@ import contextlib
 import io
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import matplotlib.image
 import numpy as np
 import torch
-from common import arguments, interval, named, runs_band, save
+from common import arguments, interval, minus, named, record, runs_band, save
 from diffusers import DiTTransformer2DModel
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -103,6 +104,76 @@ def noise(found: Tensor) -> dict[str, float]:
     return {"noise": variance, "signal": float(mean.square().sum()) - variance / len(found)}
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "branch_advantages",
+        "reward at equal trained transitions (toy images)",
+        "higher",
+        difference=minus(
+            r["trees, node advantages"]["reward at equal trained"],
+            r["trees, GRPO's advantages"]["reward at equal trained"],
+        ),
+        baseline="GRPO's advantages on the same trees",
+        budget="trained transitions",
+    )
+    yield record(
+        "branch_advantages",
+        "reward at equal passes of the model (toy images)",
+        "higher",
+        difference=minus(
+            r["trees, node advantages"]["reward at equal passes"],
+            r["trees, GRPO's advantages"]["reward at equal passes"],
+        ),
+        baseline="GRPO's advantages on the same trees",
+        budget="passes of the model",
+    )
+    yield record(
+        "branch_pruning",
+        "reward at equal trained transitions (toy images)",
+        "higher",
+        difference=minus(
+            r["branch_grpo"]["reward at equal trained"], r["trees, node advantages"]["reward at equal trained"]
+        ),
+        baseline="the same without pruning",
+        budget="trained transitions",
+    )
+    yield record(
+        "branch_pruning",
+        "reward at equal passes of the model (toy images)",
+        "higher",
+        difference=minus(
+            r["branch_grpo"]["reward at equal passes"], r["trees, node advantages"]["reward at equal passes"]
+        ),
+        baseline="the same without pruning",
+        budget="passes of the model",
+    )
+    yield record(
+        "branch_rollout",
+        "reward at equal passes of the model, GRPO's advantages (toy images)",
+        "higher",
+        difference=r["trees, GRPO's advantages"]["minus flat at equal passes"],
+        baseline="flat groups",
+        budget="passes of the model",
+    )
+    yield record(
+        "branch_grpo",
+        "reward at equal passes of the model (toy images)",
+        "higher",
+        difference=r["branch_grpo"]["minus flat at equal passes"],
+        baseline="flat groups",
+        budget="passes of the model",
+    )
+    yield record(
+        "branch_grpo",
+        "reward at equal trained transitions (toy images)",
+        "higher",
+        difference=r["branch_grpo"]["minus flat at equal trained"],
+        baseline="flat groups",
+        budget="trained transitions",
+    )
+
+
 def main() -> None:
     args, start = arguments(__doc__, seeds=5), time.time()
     curves: dict[str, list[dict[str, np.ndarray]]] = {arm: [] for arm in ARMS}
@@ -131,6 +202,8 @@ def main() -> None:
         "branch_grpo",
         {"method": "branch_grpo", "settings": settings, "results": results},
         lambda: plot(curves),
+        records=records(results),
+        where="branch_grpo-on-images-5-seeds",
     )
     args.out.joinpath("branch_grpo_samples.png").unlink(missing_ok=True)
     samples(sheets).savefig(args.out / "branch_grpo_samples.png", dpi=100)

@@ -18,12 +18,12 @@ many tokens as trees do in all; sampled and trained tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, interval, named, runs_band, save
+from common import arguments, interval, minus, named, record, runs_band, save
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -135,6 +135,59 @@ def update(table: Table, optimizer: Any, stack: MethodStack, rows: list[tuple[in
     optimizer.step()
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "branch_advantages",
+        "reward over all updates (simulation, text)",
+        "higher",
+        difference=minus(
+            r["all tokens/trees, node advantages"]["all updates"],
+            r["all tokens/trees, GRPO's advantages"]["all updates"],
+        ),
+        baseline="GRPO's advantages on the same trees",
+    )
+    yield record(
+        "branch_pruning",
+        "reward over all updates (simulation, text)",
+        "higher",
+        difference=minus(
+            r["all tokens/trees, pruned"]["all updates"], r["all tokens/trees, node advantages"]["all updates"]
+        ),
+        baseline="the same without pruning",
+    )
+    yield record(
+        "branch_text_rollout",
+        "reward from late tokens at equal sampled tokens (simulation)",
+        "higher",
+        difference=minus(
+            r["last 4/trees, node advantages"]["equal sampled tokens"], r["last 4/GRPO"]["equal sampled tokens"]
+        ),
+        baseline="GRPO",
+        budget="sampled tokens",
+    )
+    yield record(
+        "branch_text_rollout",
+        "reward from all tokens at equal sampled tokens (simulation)",
+        "higher",
+        difference=minus(
+            r["all tokens/trees, node advantages"]["equal sampled tokens"], r["all tokens/GRPO"]["equal sampled tokens"]
+        ),
+        baseline="GRPO",
+        budget="sampled tokens",
+    )
+    yield record(
+        "branch_text_rollout",
+        "reward from early tokens at equal sampled tokens (simulation)",
+        "higher",
+        difference=minus(
+            r["first 4/trees, node advantages"]["equal sampled tokens"], r["first 4/GRPO"]["equal sampled tokens"]
+        ),
+        baseline="GRPO",
+        budget="sampled tokens",
+    )
+
+
 def main() -> None:
     args, start = arguments(__doc__, seeds=5), time.time()
     results: dict[str, Any] = {}
@@ -155,7 +208,15 @@ def main() -> None:
             print(f"{task:11s} {arm:26s} {told}", flush=True)
     settings = dict(prompts=PROMPTS, group=GROUP, length=LENGTH, vocabulary=VOCABULARY, updates=UPDATES, rate=RATE)
     content = {"method": "branch_text_rollout", "settings": {**settings, "seeds": args.seeds}, "results": results}
-    save(args.out, "branch_text_rollout", content, lambda: plot(curves), start)
+    save(
+        args.out,
+        "branch_text_rollout",
+        content,
+        lambda: plot(curves),
+        start,
+        records=records(results),
+        where="branch_text_rollout-5-seeds",
+    )
 
 
 def plot(curves: dict[str, dict[str, list[dict[str, Any]]]]) -> Figure:

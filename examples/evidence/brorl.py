@@ -21,10 +21,12 @@ The numbers come from the method itself through the driver. Intervals are 95 % S
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, named, points, save, summary
+from common import arguments, named, points, record, save, summary
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -95,6 +97,27 @@ def unseen(n: int, seed: int) -> dict[str, float]:
     }
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "brorl",
+        "updates that lower the probability of all right tokens, simulated, 4 rollouts against 16",
+        "lower",
+        r["balance"]["4"]["negative"],
+        r["balance"]["16"]["negative"],
+        baseline="16 rollouts",
+        unit="%",
+    )
+    yield record(
+        "brorl",
+        "groups with a signal among 4096 rollouts, simulated, 512 per prompt",
+        "higher",
+        r["signal"]["512"]["groups"],
+        r["signal"]["16"]["groups"],
+        baseline="16 per prompt",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__, seeds=10)
     start = time.time()
@@ -111,7 +134,7 @@ def main() -> None:
             result[name][str(n)] = cells
             texts = (f"{k} {c['mean']:.5g} +- {c['ci95']:.2g}" for k, c in cells.items())
             print(f"{name:8} N={n:<5} {'   '.join(texts)}")
-    save(args.out, "brorl", result, lambda: plot(result), start)
+    save(args.out, "brorl", result, lambda: plot(result), start, records=records(result), where="brorl-10-seeds")
 
 
 def plot(result: dict) -> Figure:

@@ -23,11 +23,11 @@ only a better judge does. GRPO on the scalar is faster, for verdicts keep the si
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from common import arguments, interval, named, runs_band, save
+from common import arguments, interval, named, record, runs_band, save
 from matplotlib.figure import Figure
 
 from rl_plugins.lab.compare.figures import name_lines, panels
@@ -99,6 +99,16 @@ def train(method: str, position_bias: float, length_bias: float, seed: int) -> d
     return {"curve": np.array(curve), "logged": mean}
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "brpo",
+        "quality with both orders and the filter, against one order",
+        "higher",
+        difference=r["no bias"]["BRPO"]["quality - one order"],
+    )
+
+
 def main() -> None:
     args = arguments(__doc__, seeds=5)
 
@@ -122,7 +132,7 @@ def main() -> None:
 
     constants = dict(arms=ARMS, prompts=PROMPTS, group=GROUP, steps=STEPS, rate=RATE, noise=NOISE, seeds=args.seeds)
     content = {"method": "brpo", "settings": constants, "results": results}
-    save(args.out, "brpo", content, lambda: plot(curves))
+    save(args.out, "brpo", content, lambda: plot(curves), records=records(results), where="v0_5-v0-brpo-3-seeds")
     columns = ("quality", "quality - one order", "verbosity", "dropped", "agree")
     print(f"{'':38s}" + "".join(f"{name:>22s}" for name in columns))
     for setting, methods in results.items():

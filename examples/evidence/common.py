@@ -39,8 +39,8 @@ def parsed(parser: argparse.ArgumentParser, seeds: int) -> argparse.Namespace:
     parser.add_argument(
         "--records",
         type=Path,
-        help="folder of the records that cards and pages are made of; default: that of the package, or --out if there are "
-        f"fewer than {seeds} seeds",
+        help="folder of the records that cards and pages are made of; default: that of the package, or of --out where "
+        f"there are fewer than {seeds} seeds",
     )
     args = parser.parse_args(namespace=_run)
     args.records = args.records or (RECORDS if args.seeds >= seeds else args.out / "records")
@@ -65,9 +65,14 @@ def save(
     draw: Callable[[], Figure],
     start: float | None = None,
     records: Iterable[dict[str, Any]] = (),
+    where: str = "",
 ) -> None:
     """Writes results, figure and records; the figure for light and for dark pages. With the time of the start, it also
-    notes the seconds since then and prints a line."""
+    notes the seconds since then and prints a line.
+
+    Args:
+        where: anchor of the section of docs/evidence.md that the records are of.
+    """
     files = out / f"{name}.json", out / f"{name}.png"
     if start is not None:
         results["seconds"] = time.time() - start
@@ -75,7 +80,9 @@ def save(
     files[0].write_text(json.dumps(results, indent=1))
     figures.save(files[1], draw)
     if found := list(records):
-        write_records(_run.records / f"{name}.json", [{"seeds": _run.seeds} | record for record in found])
+        write_records(
+            _run.records / f"{name}.json", [record | {"seeds": _run.seeds, "where": where} for record in found]
+        )
     if start is not None:
         print(f"\n{results['seconds']:.0f} s; written: {files[0]}, {files[1]}")
 
@@ -96,7 +103,6 @@ def record(
     *,
     difference: Cell | None = None,
     scale: float = 1,
-    where: str,
     **texts: Any,
 ) -> dict[str, Any]:
     """A record of one result of a method; see `rl_plugins.cards.results.Result` for what it says.
@@ -105,7 +111,6 @@ def record(
         value, other: of the method and of its baseline. Without `difference` they count as independent means.
         difference: value minus other, paired by seed.
         scale: factor on all of them: 100 for percent.
-        where: anchor of the section of docs/evidence.md.
         texts: baseline, unit, budget, note; `none=1`, if `difference` is a ratio.
     """
     found = [[] if cell is None else _rounded(cell, scale) for cell in (value, other, difference)]
@@ -115,7 +120,12 @@ def record(
     if found[1]:
         head |= {"other": found[1]}
     paired = {"paired": True} if found[2] and not texts.get("none") else {}
-    return head | difference_of(*found) | paired | {"where": where}
+    return head | difference_of(*found) | paired
+
+
+def minus(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float]:
+    """The difference of two cells of `interval`, paired by seed."""
+    return summary([a - b for a, b in zip(one["seeds"], other["seeds"], strict=True)])
 
 
 def difference_of(value: Sequence[float], other: Sequence[float], difference: Sequence[float] = ()) -> dict[str, float]:
@@ -143,7 +153,9 @@ def write_records(file: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _rounded(cell: Cell, scale: float) -> list[float]:
-    """Mean and half-width to two digits of the latter; a mean alone to four digits."""
+    """Mean and half-width to two digits of the latter; a mean alone to four; a mean and both ends to three."""
+    if isinstance(cell, tuple):
+        return [float(f"{x * scale:.3g}") for x in cell]
     if isinstance(cell, int | float | np.floating):
         return [float(f"{cell * scale:.4g}")]
     if not isinstance(cell, Mapping):

@@ -19,10 +19,12 @@ over seeds.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
-from common import across, arguments, corner_legend, named, save, summary
+from common import across, arguments, corner_legend, named, record, save, summary
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -126,6 +128,29 @@ def learn(arm: str, seed: int) -> tuple[list[float], list[float]]:
     return accuracy, tokens
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "d3s",
+        "accuracy after 20 % of GRPO's tokens",
+        "higher",
+        r["D3S"]["at_20_percent_of_the_tokens"],
+        r["GRPO"]["at_20_percent_of_the_tokens"],
+        baseline="GRPO",
+        unit="%",
+    )
+    yield record(
+        "d3s",
+        "accuracy after equally many updates",
+        "higher",
+        r["D3S"]["final"],
+        r["GRPO"]["final"],
+        baseline="GRPO",
+        unit="%",
+        budget="updates",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__.splitlines()[0], seeds=8)
     start = time.time()
@@ -147,7 +172,7 @@ def main() -> None:
         }
         cells = "".join(f"{c['mean']:>12.1f} +-{c['ci95']:<3.1f}" for c in (final, early))
         print(f"{arm:20}{ratio['mean']:>11.2f} +-{ratio['ci95']:.2f}{cells}{used['mean']:>12.1f}")
-    save(args.out, "d3s", result, lambda: plot(result), start)
+    save(args.out, "d3s", result, lambda: plot(result), start, records=records(result["accuracy"]), where="d3s-3-seeds")
 
 
 def plot(result: dict) -> Figure:

@@ -23,12 +23,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from common import across, arguments, interval, save
+from common import across, arguments, interval, record, save
 from matplotlib.figure import Figure
 
 from rl_plugins.core.losses import ppo_clip
@@ -213,6 +214,60 @@ def rollouts_of(episodes: list[Episode], number: int) -> Rollouts:
     )
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "dart_advantages",
+        "success at the end, against statistics over rollouts (simulation)",
+        "higher",
+        r["DART"]["success, end"],
+        r["statistics of rollouts"]["success, end"],
+    )
+    yield record(
+        "dart_entropy",
+        "success at the end, against DART without it (simulation)",
+        "higher",
+        r["DART"]["success, end"],
+        r["without entropy"]["success, end"],
+    )
+    yield record(
+        "dart_length",
+        "turns generated, in thousands, against DART without it (simulation)",
+        "lower",
+        r["DART"]["thousand turns"],
+        r["without limits"]["thousand turns"],
+    )
+    yield record(
+        "dart_pool",
+        "long corridors at the end, all six parts against GRPO (simulation)",
+        "higher",
+        r["DART"]["long ones, end"],
+        r["GRPO"]["long ones, end"],
+        baseline="GRPO",
+    )
+    yield record(
+        "dart_pool",
+        "long corridors at the end, against DART without it (simulation)",
+        "higher",
+        r["DART"]["long ones, end"],
+        r["without the pool"]["long ones, end"],
+    )
+    yield record(
+        "dart_rollouts",
+        "long corridors at the end, against DART without it (simulation)",
+        "higher",
+        r["DART"]["long ones, end"],
+        r["without numbers"]["long ones, end"],
+    )
+    yield record(
+        "dart_tis",
+        "success at the end, against DART without it (simulation)",
+        "higher",
+        r["DART"]["success, end"],
+        r["without weights"]["success, end"],
+    )
+
+
 def main() -> None:
     args, start = arguments(__doc__, seeds=5), time.time()
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)  # a batch without a signal is counted here
@@ -230,7 +285,7 @@ def main() -> None:
         print(f"{arm:24s} {cells}", flush=True)
     settings = dict(tasks=TASKS, turns=TURNS, group=GROUP, budget=BUDGET, batches=BATCHES, rate=RATE, seeds=args.seeds)
     content = {"method": "dart", "settings": settings, "results": results}
-    save(args.out, "dart", content, lambda: plot(results), start)
+    save(args.out, "dart", content, lambda: plot(results), start, records=records(results), where="dart-5-seeds")
 
 
 def plot(results: dict[str, Any]) -> Figure:

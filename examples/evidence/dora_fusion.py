@@ -4,8 +4,8 @@ A small network (16 inputs and the task's number, 64 hidden units, 8 actions) pi
 of three tasks has another right answer. The base is trained on labels of all tasks for a short time. Then one expert
 per task is trained by policy gradient with group-relative advantages on rewards of its own task. In the second part the
 third expert trains eight times as long and with three times the learning rate, so its delta is larger. Every arm fuses
-the same experts with `rl_plugins.tools.fusion.fuse`, tensor by tensor. Measured on new contexts: share of right answers under
-the policy, mean over the three tasks, and the worst task.
+the same experts with `rl_plugins.tools.fusion.fuse`, tensor by tensor. Measured on new contexts: share of right answers
+under the policy, mean over the three tasks, and the worst task.
 
 Arms: the base; each expert on its own task; one model trained on all tasks for as many steps as the experts together;
 the mean of the experts; each step of the fusion alone; all of them; SCE.

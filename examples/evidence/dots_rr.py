@@ -24,12 +24,13 @@ gradient; the correction is ahead at the small learning rate until late, and wit
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, interval, named, save
+from common import arguments, interval, named, record, save
 from matplotlib.figure import Figure
 
 from rl_plugins.core.losses import ppo_clip
@@ -229,6 +230,57 @@ def replay(arm: str, rate: float, seed: int) -> np.ndarray:
     return np.array(curve)
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "dots",
+        "share of groups with unequal rewards, simulated, raw embeddings",
+        "higher",
+        r["selection"]["dots, raw embeddings"]["useful"],
+        r["selection"]["host's order"]["useful"],
+        baseline="host's order",
+    )
+    yield record(
+        "dots",
+        "such groups per 1,000 rollouts, reference rollouts counted",
+        "higher",
+        r["selection"]["dots, raw embeddings"]["useful groups per 1,000 rollouts"],
+        r["selection"]["host's order"]["useful groups per 1,000 rollouts"],
+        baseline="host's order",
+    )
+    yield record(
+        "dots",
+        "mean pass rate at the end, simulated",
+        "higher",
+        r["selection"]["dots, raw embeddings"]["mean pass rate at the end"],
+        r["selection"]["host's order"]["mean pass rate at the end"],
+        baseline="host's order",
+    )
+    yield record(
+        "rollout_replay",
+        "expected reward after 2,560 rollouts, small learning rate, simulated, with correction",
+        "higher",
+        r["replay"]["small"]["replay, corrected, 16 groups"]["2560 rollouts"],
+        r["replay"]["small"]["all fresh"]["2560 rollouts"],
+        baseline="all fresh",
+    )
+    yield record(
+        "rollout_replay",
+        "expected reward after 2,560 rollouts, large learning rate, simulated, with correction",
+        "higher",
+        r["replay"]["large"]["replay, corrected, 16 groups"]["2560 rollouts"],
+        r["replay"]["large"]["all fresh"]["2560 rollouts"],
+        baseline="all fresh",
+    )
+    yield record(
+        "rollout_replay",
+        "expected reward after 5,120 rollouts, small learning rate, with correction against replay as if fresh",
+        "higher",
+        r["replay"]["small"]["replay, corrected, 16 groups"]["5120 rollouts"],
+        r["replay"]["small"]["replay, as if fresh, 16 groups"]["5120 rollouts"],
+    )
+
+
 def main() -> None:
     args, start = arguments(__doc__, seeds=5), time.time()
     seeds, trained = range(args.seeds), adapter(args.out)
@@ -254,7 +306,15 @@ def main() -> None:
         for arm, row in results["replay"][name].items():
             print(name, arm, {k: f"{v['mean']:.3f} ± {v['ci95']:.3f}" for k, v in row.items()}, flush=True)
 
-    save(args.out, "dots_rr", results, lambda: plot(curves), start)
+    save(
+        args.out,
+        "dots_rr",
+        results,
+        lambda: plot(curves),
+        start,
+        records=records(results),
+        where="dots_rr-5-seeds",
+    )
 
 
 def plot(curves: dict[str, Any]) -> Figure:

@@ -14,10 +14,11 @@ the same for all problems, and mean success over all problems (what is forgotten
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from common import across, arguments, interval, save
+from common import across, arguments, interval, record, save
 from matplotlib.figure import Figure
 
 from rl_plugins.lab.compare.figures import panels
@@ -73,6 +74,28 @@ def train(arm: str, seed: int) -> dict[str, float]:
     }
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "drive",
+        "all problems solved at equal rollouts, simulated",
+        "higher",
+        r["problems solved"]["8, then 32 rollouts"],
+        r["problems solved"]["uniform, 32 rollouts"],
+        baseline="uniform, 32 rollouts",
+        budget="rollouts",
+    )
+    yield record(
+        "drive",
+        "hard problems solved at equal rollouts, simulated, `keep_unsolved: false`",
+        "higher",
+        r["hard problems solved, of all hard"]["8, then 32, unsolved leave"],
+        r["hard problems solved, of all hard"]["uniform, 32 rollouts"],
+        baseline="uniform, 32 rollouts",
+        budget="rollouts",
+    )
+
+
 def main() -> None:
     args, start = arguments(__doc__ or "", seeds=10), time.time()
     runs = {arm: [train(arm, seed) for seed in range(args.seeds)] for arm in ARMS}
@@ -86,7 +109,7 @@ def main() -> None:
             print(f"  {arm:40s} {r['mean']:8.3f} +- {r['ci95']:.3f}")
     settings = dict(problems=PROBLEMS, rows=ROWS, batches=BATCHES, learning=LEARNING, spread=SPREAD, seeds=args.seeds)
     content = {"method": "drive", "settings": settings, "results": results}
-    save(args.out, "drive", content, lambda: plot(results), start)
+    save(args.out, "drive", content, lambda: plot(results), start, records=records(results), where="drive-5-seeds")
 
 
 def plot(results: dict[str, Any]) -> Figure:

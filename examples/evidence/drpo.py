@@ -20,11 +20,12 @@ driver; GRPO's advantages from the estimator of rl_plugins. Intervals are 95 % S
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from common import across, arguments, named, save, summary
+from common import across, arguments, named, record, save, summary
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -151,6 +152,28 @@ def _part(rollouts: Rollouts, columns: dict[str, Tensor], rows: np.ndarray) -> t
     return rollouts.group[rows], {k: v[rows] for k, v in columns.items()}
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "drpo",
+        "accuracy at about half of the longest length, lambda 0.3",
+        "higher",
+        r["DRPO | 0.3"]["accuracy"],
+        r["GRPO | 0.3"]["accuracy"],
+        baseline="GRPO with a length penalty",
+        unit="%",
+    )
+    yield record(
+        "drpo",
+        "accuracy at two thirds of the longest length, lambda 1",
+        "higher",
+        r["DRPO | 1"]["accuracy"],
+        r["GRPO | 0.3"]["accuracy"],
+        baseline="GRPO with a length penalty",
+        unit="%",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__.splitlines()[0], seeds=10)
     start = time.time()
@@ -169,7 +192,9 @@ def main() -> None:
             cell = summary([micro_batch_error(tau, drift, seed) for seed in range(args.seeds)])
             result["micro_batch_error_percent"][f"tau {tau:g} | move {drift:g}"] = cell
             print(f"{tau:>5g}{drift:>7g}{cell['mean']:>22.1f} +-{cell['ci95']:.1f}")
-    save(args.out, "drpo", result, lambda: plot(result), start)
+    save(
+        args.out, "drpo", result, lambda: plot(result), start, records=records(result["learning"]), where="drpo-3-seeds"
+    )
 
 
 def plot(result: dict) -> Figure:

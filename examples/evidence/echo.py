@@ -21,10 +21,12 @@ intervals over seeds.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, corner_legend, grouped, named, save, summary
+from common import arguments, corner_legend, grouped, named, record, save, summary
 from matplotlib.figure import Figure
 
 from rl_plugins.core.losses import ppo_clip
@@ -180,6 +182,42 @@ def learn(arm: str, seed: int) -> tuple[list[float], list[float]]:
 # ---- report
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "echo_clip",
+        "right answers with the clip range, labels by vote",
+        "higher",
+        difference=r["learning"]["labels, clip range"]["more than labels"],
+        unit="points",
+    )
+    yield record(
+        "echo_labels",
+        "right answers after training on majority labels",
+        "higher",
+        r["learning"]["labels"]["success"],
+        r["learning"]["true rewards"]["success"],
+        baseline="true rewards",
+        unit="%",
+    )
+    yield record(
+        "echo_shaping",
+        "right answers with shaping, labels by vote",
+        "higher",
+        difference=r["learning"]["labels, shaping"]["more than labels"],
+        unit="points",
+    )
+    yield record(
+        "echo_tree",
+        "prompts with a right answer among 8 rollouts",
+        "higher",
+        r["tree"]["tree"]["right among them"],
+        r["tree"]["independent"]["right among them"],
+        baseline="independent rollouts",
+        unit="%",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__.splitlines()[0], seeds=3)
     start, seeds = time.time(), range(args.seeds)
@@ -208,7 +246,7 @@ def main() -> None:
     at_start = [summary([run[k][0] for run in all_runs["labels"]]) for k in (0, 1)]
     result["learning"]["at the start"] = {"success": at_start[0], "best answer right": at_start[1]}
     print(f"{'at the start':22}" + "".join(f"{c['mean']:>14.1f} +-{c['ci95']:<4.1f}" for c in at_start))
-    save(args.out, "echo", result, lambda: plot(result), start)
+    save(args.out, "echo", result, lambda: plot(result), start, records=records(result), where="echo-aepo-3-seeds")
 
 
 def plot(result: dict) -> Figure:

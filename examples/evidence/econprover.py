@@ -31,13 +31,14 @@ import logging
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import across, arguments, interval, named, points, save
+from common import across, arguments, interval, named, points, record, save
 from matplotlib.figure import Figure
 
 from rl_plugins.core.params import build_params
@@ -188,6 +189,40 @@ def minus(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return {name: interval([a - b for a, b in seeds]) for name, seeds in pairs.items()}
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "difficulty_slices",
+        "pass@16 of 8 heads, difficulty goes with the kind of solution, simulated, same rows",
+        "higher",
+        difference=r["strategies"]["slices minus one policy"]["pass@16"],
+        baseline="one policy",
+        budget="rollouts",
+    )
+    yield record(
+        "difficulty_slices",
+        "pass@16 of 8 heads, difficulty goes with the kind of solution, simulated",
+        "higher",
+        difference=r["strategies"]["slices minus 8 heads, random slices"]["pass@16"],
+        baseline="8 heads on random slices",
+    )
+    yield record(
+        "difficulty_slices",
+        "pass@16 of 8 heads, difficulty says nothing of the kind of solution, simulated",
+        "higher",
+        difference=r["steps"]["slices minus 8 heads, random slices"]["pass@16"],
+        baseline="8 heads on random slices",
+    )
+    yield record(
+        "difficulty_slices",
+        "pass@1 of 8 heads, simulated",
+        "higher",
+        r["strategies"]["8 heads, slices"]["pass@1"],
+        r["strategies"]["one policy"]["pass@1"],
+        baseline="one policy",
+    )
+
+
 def main() -> None:
     args, start = arguments(__doc__, seeds=5), time.time()
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)
@@ -225,7 +260,15 @@ def main() -> None:
         problems=PROBLEMS, group=GROUP, prompts=PROMPTS, batches=BATCHES, rate=RATE, hint=HINT, seeds=args.seeds
     )
     content = {"method": "econprover", "settings": settings, "results": results}
-    save(args.out, "econprover", content, lambda: plot(results), start)
+    save(
+        args.out,
+        "econprover",
+        content,
+        lambda: plot(results),
+        start,
+        records=records(results),
+        where="econprover-5-seeds",
+    )
 
 
 def plot(results: dict[str, Any]) -> Figure:

@@ -17,12 +17,12 @@ so each has its own corridor. The term, the history and the corridor are those o
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, interval, named, runs_band, save
+from common import arguments, interval, named, record, runs_band, save
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -131,6 +131,33 @@ def facts(runs: Sequence[tuple[np.ndarray, Tensor, float]], base: Sequence[tuple
     return row
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "epo",
+        "spread of the entropy over training, large learning rate, coefficient 0.01, simulated",
+        "lower",
+        r["relu, 0.01"]["spread of the entropy"],
+        r["plain bonus, 0.01"]["spread of the entropy"],
+        difference=r["relu, 0.01"]["spread of the entropy, minus plain bonus"],
+        baseline="plain bonus",
+    )
+    yield record(
+        "epo",
+        "success at the end, large learning rate, coefficient 0.01, simulated",
+        "higher",
+        difference=r["relu, 0.01"]["success, minus plain bonus"],
+        baseline="plain bonus",
+    )
+    yield record(
+        "epo",
+        "success at the end, large learning rate, coefficient 0.1, against no term, simulated",
+        "higher",
+        r["relu, 0.1"]["success"],
+        r["no term"]["success"],
+    )
+
+
 def main() -> None:
     args, start = arguments(__doc__, seeds=20), time.time()
     seeds, results, curves = range(args.seeds), dict[str, Any](), dict[str, dict[str, list[np.ndarray]]]()
@@ -159,7 +186,7 @@ def main() -> None:
                 arm,
                 {k: v if isinstance(v, str) else f"{v['mean']:.4f} ± {v['ci95']:.4f}" for k, v in row.items()},
             )
-    save(args.out, "epo", results, lambda: plot(curves), start)
+    save(args.out, "epo", results, lambda: plot(curves), start, records=records(results["large"]), where="epo-20-seeds")
 
 
 def plot(curves: Mapping[str, Mapping[str, Sequence[np.ndarray]]]) -> Figure:

@@ -26,11 +26,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from common import across, arguments, save, summary
+from common import across, arguments, record, save, summary
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -186,6 +187,26 @@ def measures(policy: Policy, data: Requests, arm: str) -> dict[str, float]:
     return {"first": first, "recovery": recovery, "new prompts": both(fresh)[1], "two tries": two}
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "fission_grpo",
+        "right answers after an error on new tasks, simulated",
+        "higher",
+        r["recovery"]["new prompts"],
+        r["GRPO"]["new prompts"],
+        baseline="GRPO",
+    )
+    yield record(
+        "fission_grpo",
+        "right answers after an error on new tasks, simulated, empty error messages",
+        "higher",
+        r["recovery, empty messages"]["new prompts"],
+        r["GRPO"]["new prompts"],
+        baseline="GRPO",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__, seeds=3)
     results: dict[str, Any] = {}
@@ -196,7 +217,14 @@ def main() -> None:
         print(f"{arm:26s} {cells}")
     settings = dict(prompts=PROMPTS, functions=FUNCTIONS, values=VALUES, group=GROUP, batch=BATCH, updates=UPDATES)
     content = {"method": "fission_grpo", "settings": settings | {"seeds": args.seeds}, "results": results}
-    save(args.out, "fission_grpo", content, lambda: plot(results))
+    save(
+        args.out,
+        "fission_grpo",
+        content,
+        lambda: plot(results),
+        records=records(results),
+        where="latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
+    )
 
 
 def plot(results: dict[str, Any]) -> Figure:

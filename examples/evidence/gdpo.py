@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, corner_legend, grouped, named, save, summary
+from common import arguments, corner_legend, grouped, named, record, save, summary
 from matplotlib.figure import Figure
 
 from rl_plugins.lab.compare.figures import line, panels
@@ -77,6 +79,37 @@ def learn(arm: str, scales: tuple[float, ...], seed: int) -> tuple[float, float]
     return first, second
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "gdpo",
+        "progress on the small reward, the other one 100 times as large",
+        "higher",
+        r["scales 100 : 1"]["GDPO"][1],
+        r["scales 100 : 1"]["GRPO"][1],
+        baseline="GRPO",
+        unit="%",
+    )
+    yield record(
+        "gdpo",
+        "progress on the small reward, the other one 10 times as large",
+        "higher",
+        r["scales 10 : 1"]["GDPO"][1],
+        r["scales 10 : 1"]["GRPO"][1],
+        baseline="GRPO",
+        unit="%",
+    )
+    yield record(
+        "gdpo",
+        "progress on the small reward, both of equal size",
+        "higher",
+        r["scales 1 : 1"]["GDPO"][1],
+        r["scales 1 : 1"]["GRPO"][1],
+        baseline="GRPO",
+        unit="%",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__.splitlines()[0], seeds=10)
     start = time.time()
@@ -99,7 +132,9 @@ def main() -> None:
         "different_vectors": {arm: dict(zip(map(str, GROUP_SIZES), counts[arm], strict=True)) for arm in counts},
         "distance_gone_percent": learned,
     }
-    save(args.out, "gdpo", result, lambda: plot(counts, learned), start)
+    save(
+        args.out, "gdpo", result, lambda: plot(counts, learned), start, records=records(learned), where="gdpo-10-seeds"
+    )
 
 
 def plot(counts: dict, learned: dict) -> Figure:

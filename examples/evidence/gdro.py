@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import textwrap
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from common import across, arguments, interval, save
+from common import across, arguments, interval, record, save
 from matplotlib.figure import Figure
 
 from rl_plugins.lab.compare.figures import panels
@@ -120,6 +121,28 @@ def rollouts(seed: int, params: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "gdro_prompt",
+        "success of the worst kind of prompts after 120 batches, simulated",
+        "higher",
+        r["success of the worst kind after training"]["code"],
+        r["success of the worst kind after training"]["weights of 1"],
+        baseline="weights of 1",
+    )
+    error = r["weighted standard error over uniform, code"]
+    yield record(
+        "gdro_rollout",
+        "weighted standard error relative to equal groups, simulated",
+        "lower",
+        difference=error["gdro_rollout"],
+        baseline="equal groups",
+        none=1,
+        note=f"the least that is possible is {error['least there is']['mean']:.3f} times",
+    )
+
+
 def main() -> None:
     args, start = arguments(__doc__ or "", seeds=10), time.time()
     seeds = range(args.seeds)
@@ -149,7 +172,15 @@ def main() -> None:
         print(name)
         for arm, r in of.items():
             print(f"  {arm:60s} {r['mean']:8.3f} +- {r['ci95']:.3f}")
-    save(args.out, "gdro", {"method": "gdro", "seeds": args.seeds, "results": results}, lambda: plot(results), start)
+    save(
+        args.out,
+        "gdro",
+        {"method": "gdro", "seeds": args.seeds, "results": results},
+        lambda: plot(results),
+        start,
+        records=records(results),
+        where="gdro-5-seeds",
+    )
 
 
 def plot(results: dict[str, Any]) -> Figure:

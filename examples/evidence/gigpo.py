@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
-from common import arguments, grouped, named, save, summary
+from common import arguments, grouped, named, record, save, summary
 from matplotlib.figure import Figure
 
 from rl_plugins.core.rollouts import Rollouts
@@ -107,6 +109,26 @@ def learn(arm: str, seed: int) -> list[float]:
     return curve + [curve[-1]] * (UPDATES + 1 - len(curve))
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "gigpo",
+        "updates until 90 % success in a chain of 7 states",
+        "lower",
+        r["updates_to_90"]["GiGPO"],
+        r["updates_to_90"]["GRPO"],
+        baseline="GRPO",
+    )
+    yield record(
+        "gigpo",
+        "correlation with the true advantages, policy right with probability 0.7",
+        "higher",
+        r["correlation"]["GiGPO"]["0.7"],
+        r["correlation"]["GRPO"]["0.7"],
+        baseline="GRPO",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__.splitlines()[0], seeds=10)
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)
@@ -133,7 +155,15 @@ def main() -> None:
             f"{result[k][arm]['mean']:.1f} +-{result[k][arm]['ci95']:.1f}" for k in ("updates_to_90", "chance_early")
         ]
         print(f"{arm:20}" + "".join(f"{c:>18}" for c in cells) + "".join(f"{c:>20}" for c in late))
-    save(args.out, "gigpo", result, lambda: plot(result), start)
+    save(
+        args.out,
+        "gigpo",
+        result,
+        lambda: plot(result),
+        start,
+        records=records(result),
+        where="gigpo-3-seeds-hgpo-10-seeds",
+    )
 
 
 def plot(result: dict) -> Figure:

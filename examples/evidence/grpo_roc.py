@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
-from common import interval, named, runs_band, save
+from common import interval, named, parsed, record, runs_band, save
 from matplotlib.figure import Figure
 
 from rl_plugins.lab.compare.figures import name_lines, panels
@@ -90,12 +91,29 @@ def train(stack: MethodStack, group_size: int, seed: int, steps: int) -> np.ndar
     return np.array(curve)
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "grpo_roc",
+        "share of right answers reached in a dirty way",
+        "lower",
+        r["GRPO-RoC"]["dirty_given_correct"],
+        r["GRPO, twice the rollouts"]["dirty_given_correct"],
+        baseline="GRPO with twice the rollouts",
+    )
+    yield record(
+        "grpo_roc",
+        "accuracy, against shuffled penalties (control)",
+        "higher",
+        r["GRPO-RoC"]["accuracy"],
+        r["GRPO-RoC, penalties shuffled"]["accuracy"],
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5, help="two or more")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
+    args = parsed(parser, seeds=5)
     logging.disable(logging.WARNING)  # a policy that is always right makes whole batches of equal rewards
 
     curves: dict[str, list[np.ndarray]] = {}
@@ -111,7 +129,7 @@ def main() -> None:
         print(f"{name:32}" + "".join(f"{v['mean']:>14.3f} ± {v['ci95']:.3f}" for v in last.values()))
     settings = {"groups": GROUPS, "group_size": GROUP_SIZE, "learning_rate": LEARNING_RATE, "start": START}
     record = {"method": "grpo_roc", "steps": args.steps, "seeds": args.seeds, "settings": settings, "results": results}
-    save(args.out, "grpo_roc", record, lambda: plot(curves))
+    save(args.out, "grpo_roc", record, lambda: plot(curves), records=records(results), where="grpo_roc-5-seeds")
 
 
 def plot(curves: dict[str, list[np.ndarray]]) -> Figure:

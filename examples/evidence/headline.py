@@ -2,7 +2,7 @@
 
     python examples/evidence/headline.py --out evidence-results/headline
 
-The setting of `rl-plugins demo` was chosen on the seeds 0 to 2. This script runs the same variants on the seeds 3 to 7, and
+The setting of `rl-plugins demo` was chosen on the seeds 0 to 2. This script runs the same variants on seeds 3 to 7, and
 one more: TRL's own `multi_objective_aggregation="normalize_then_sum"`, without this package's methods. Runs are kept in
 the folder of the results, so a script that was interrupted goes on. Ten minutes on two cores.
 """

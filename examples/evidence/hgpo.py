@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
-from common import arguments, named, points, save, summary
+from common import arguments, named, points, record, save, summary
 from matplotlib.figure import Figure
 
 from rl_plugins.lab.compare.figures import name_lines, panels
@@ -121,6 +123,26 @@ def bias_and_variance(error: np.ndarray, cell: np.ndarray) -> np.ndarray:
     return np.array([((mean**2 - variance / n) * weight).sum(), (variance * weight).sum(), (error**2).mean()])
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "hgpo",
+        "squared bias of the credit where the past matters fully, against comparing states alone",
+        "lower",
+        r["1.0 | 8 | HGPO"],
+        r["1.0 | 8 | depth 0 (GiGPO)"],
+        unit="%",
+    )
+    yield record(
+        "hgpo",
+        "squared bias of the credit where the past matters fully, against the deepest group alone",
+        "lower",
+        r["1.0 | 8 | HGPO"],
+        r["1.0 | 8 | deepest only"],
+        unit="%",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__.splitlines()[0], seeds=10)
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)
@@ -140,7 +162,15 @@ def main() -> None:
                 line += " + ".join(f"{result[part][key]['mean']:.0f}" for part in PARTS[:2]).rjust(11)
                 line += f" {difference['mean']:+6.0f} +-{difference['ci95']:<5.0f}"
             print(line)
-    save(args.out, "hgpo", result, lambda: plot(result), start)
+    save(
+        args.out,
+        "hgpo",
+        result,
+        lambda: plot(result),
+        start,
+        records=records(result["squared_bias"]),
+        where="gigpo-3-seeds-hgpo-10-seeds",
+    )
 
 
 def plot(result: dict) -> Figure:

@@ -1,4 +1,4 @@
-"""Writes records of the figures that were measured before the scripts wrote records themselves: run once, in a checkout.
+"""Writes records of the figures that were measured before the scripts wrote records: run once, in a checkout.
 
 The figures are those of the cards and of docs/evidence.md at the commit before the move. Where neither has an interval,
 the record has none. A script of this folder replaces its file of records when it runs.
@@ -80,7 +80,7 @@ BY_HAND: dict[tuple[str, str], dict[str, Any]] = {
         "none": 1, "baseline": "equal groups", "note": "the least that is possible is 0.971 times"
     },
     ("gigpo", "cosine of one"): {
-        "difference": (0.08, 0.04), "paired": True, "note": "the smallest gain and the widest interval of three policies"
+        "difference": (0.08, 0.04), "paired": True, "note": "the smallest gain, with the widest interval"
     },
     ("hgpo", "cosine"): {"note": "0.90 ± 0.06 with `mean_norm`"},
     ("latr", "distinct answers of 8"): {"note": "85 % of the groups without variance against 25 %"},

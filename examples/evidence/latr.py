@@ -9,8 +9,8 @@ fork of two words, p_1 uniform in 0.5..0.55 (even) or 0.5..0.75 (uneven), p_2 th
 completion as in the authors' runs; further arms are without pruning and with the other direction of tau_rel, which the
 authors' code had before January 2026.
 
-Digits, the embedded policy of `rl_plugins.lab.demo` (a transformer; completions of at most 14 characters): thresholds for
-mathematics (0.15, 0.25) and lookahead 2, 4, 6, because completions are shorter than 20. It is sure of most digits.
+Digits, the embedded policy of `rl_plugins.lab.demo` (a transformer; completions of at most 14 characters): thresholds
+for mathematics (0.15, 0.25) and lookahead 2, 4, 6, because completions are shorter than 20. It is sure of most digits.
 
 Measured per group: mean edit distance of two rollouts / length (every other pair), distinct stories or texts, distinct
 answers, share of groups without variance of the reward, mean reward; and the cost: tokens decoded relative to plain
@@ -38,14 +38,14 @@ from __future__ import annotations
 
 import random
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, grouped, interval, named, save
+from common import arguments, grouped, interval, named, record, save
 from matplotlib.figure import Figure
 
 from rl_plugins.core.method import Method
@@ -308,6 +308,49 @@ def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, Any]
     return out
 
 
+UNEVEN = "uneven forks\n30 % real"
+
+
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "latr",
+        "distinct ways among 8 rollouts, even forks, 30 % of them real",
+        "higher",
+        r[EVEN][LATR]["distinct ways"],
+        r[EVEN][SAMPLING]["distinct ways"],
+        difference=r[EVEN][LATR]["distinct ways - sampling"],
+        baseline="plain sampling",
+    )
+    yield record(
+        "latr",
+        "share of groups without variance, even forks",
+        "lower",
+        r[EVEN][LATR]["no variance"],
+        r[EVEN][SAMPLING]["no variance"],
+        difference=r[EVEN][LATR]["no variance - sampling"],
+        baseline="plain sampling",
+    )
+    yield record(
+        "latr",
+        "distinct ways among 8 rollouts, uneven forks",
+        "higher",
+        r[UNEVEN][LATR]["distinct ways"],
+        r[UNEVEN][SAMPLING]["distinct ways"],
+        difference=r[UNEVEN][LATR]["distinct ways - sampling"],
+        baseline="plain sampling",
+    )
+    yield record(
+        "latr",
+        "distinct answers of 8 in the demo",
+        "higher",
+        r["digits"][LATR]["distinct answers"],
+        r["digits"][SAMPLING]["distinct answers"],
+        difference=r["digits"][LATR]["distinct answers - sampling"],
+        baseline="plain sampling",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__, seeds=5)
 
@@ -333,7 +376,14 @@ def main() -> None:
         "results": results,
         "decode_ahead": cost,
     }
-    save(args.out, "latr", content, lambda: plot(results))
+    save(
+        args.out,
+        "latr",
+        content,
+        lambda: plot(results),
+        records=records(results),
+        where="latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
+    )
     for policy_name, arms in results.items():
         print(policy_name.replace("\n", ", "))
         for name in arms[SAMPLING]:

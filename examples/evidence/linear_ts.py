@@ -18,12 +18,13 @@ linear_ts is the method itself, through the driver. Intervals are 95 % Student i
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from common import across, arguments, named, points, save, summary
+from common import across, arguments, named, points, record, save, summary
 from matplotlib.figure import Figure
 
 from rl_plugins.core.rollouts import PromptPool
@@ -111,6 +112,28 @@ def train(arm: str, seed: int) -> dict[str, float]:
     return {"signal": 100 * float(np.mean(shares)), "success": 100 * float(success.mean())}
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "linear_ts",
+        "groups with unequal rewards, simulated",
+        "higher",
+        r["thompson, 1 draw"]["signal"],
+        r["uniform"]["signal"],
+        baseline="uniform",
+        unit="%",
+    )
+    yield record(
+        "linear_ts",
+        "success over all domains at the end, simulated",
+        "higher",
+        r["thompson, 1 draw"]["success"],
+        r["uniform"]["success"],
+        baseline="uniform",
+        unit="%",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__, seeds=10)
     start = time.time()
@@ -127,7 +150,15 @@ def main() -> None:
         result["choice"][arm] = cells
         texts = (f"{key} {c['mean']:.1f} +- {c['ci95']:.1f}" for key, c in cells.items())
         print(f"{arm:30} {'   '.join(texts)}", flush=True)
-    save(args.out, "linear_ts", result, lambda: plot(result), start)
+    save(
+        args.out,
+        "linear_ts",
+        result,
+        lambda: plot(result),
+        start,
+        records=records(result["choice"]),
+        where="linear_ts-10-seeds",
+    )
 
 
 def plot(result: dict[str, Any]) -> Figure:

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, named, runs_band, save, summary
+from common import arguments, named, record, runs_band, save, summary
 from matplotlib.figure import Figure
 
 from rl_plugins.core.groups import Groups
@@ -132,6 +134,28 @@ def train(arm: str, seed: int) -> dict[str, list[float]]:
     return {**curves, "weight": [min(weights), max(weights)], "rows": [max(rows)]}
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "m_grpo",
+        "queries done, simulated, both agents trained",
+        "higher",
+        r[ALIGNED]["done"],
+        r[FROZEN]["done"],
+        baseline="sub-agent frozen",
+        unit="%",
+    )
+    yield record(
+        "m_grpo",
+        "queries done, simulated, aligned to 4",
+        "higher",
+        r[ALIGNED]["done"],
+        r["both, not aligned"]["done"],
+        baseline="not aligned",
+        unit="%",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__.splitlines()[0], seeds=5)
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)
@@ -158,7 +182,7 @@ def main() -> None:
         low, high = table[arm]["weight"]
         print(f"{arm:26}{line}{f'{low:.0f}..{high:.0f}':>12}{table[arm]['most_rows']:>6}")
     result = {"seeds": args.seeds, "arms": table, "curves": runs}
-    save(args.out, "m_grpo", result, lambda: plot(runs), start)
+    save(args.out, "m_grpo", result, lambda: plot(runs), start, records=records(table), where="ui_s1-m_grpo-3-seeds")
 
 
 def plot(runs: dict) -> Figure:

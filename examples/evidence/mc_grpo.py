@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, grouped, named, save, summary
+from common import arguments, grouped, named, record, save, summary
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -151,12 +152,61 @@ def key(*parts: object) -> str:
     return " | ".join(map(str, parts))
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "mc_grpo",
+        "advantages with the wrong sign, normal rewards, groups of 4",
+        "lower",
+        r["sign_wrong_percent"][key("normal", 4, PAPER)],
+        r["sign_wrong_percent"][key("normal", 4, CONTROL)],
+        baseline="GRPO with one more rollout",
+        unit="%",
+    )
+    yield record(
+        "mc_grpo",
+        "advantages with the wrong sign, two reward levels",
+        "lower",
+        r["sign_wrong_percent"][key("two levels", 4, PAPER)],
+        r["sign_wrong_percent"][key("two levels", 4, GRPO)],
+        baseline="GRPO",
+        unit="%",
+    )
+    yield record(
+        "mc_grpo",
+        "way to the best policy, normal rewards, groups of 2",
+        "higher",
+        r["learned_percent"][key("normal", 2, PAPER)],
+        r["learned_percent"][key("normal", 2, GRPO)],
+        baseline="GRPO",
+        unit="%",
+    )
+    yield record(
+        "mc_grpo",
+        "way to the best policy, normal rewards, groups of 2, `advantage_clip: 3`",
+        "higher",
+        r["learned_percent"][key("normal", 2, "MC-GRPO, clip 3")],
+        r["learned_percent"][key("normal", 2, CONTROL)],
+        baseline="GRPO with one more rollout",
+        unit="%",
+    )
+    yield record(
+        "mc_grpo",
+        "way to the best policy, rewards with outliers, groups of 8, `advantage_clip: 3`",
+        "higher",
+        r["learned_percent"][key("outliers", 8, "MC-GRPO, clip 3")],
+        r["learned_percent"][key("outliers", 8, CONTROL)],
+        baseline="GRPO with one more rollout",
+        unit="%",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__.splitlines()[0], seeds=10)
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)  # two reward levels are warned about, and measured here
     start = time.time()
     result = {"seeds": args.seeds, **measure_signs(args.seeds), **measure_learning(args.seeds)}
-    save(args.out, "mc_grpo", result, lambda: plot(result), start)
+    save(args.out, "mc_grpo", result, lambda: plot(result), start, records=records(result), where="mc_grpo-10-seeds")
 
 
 def plot(result: dict) -> Figure:

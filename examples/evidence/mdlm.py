@@ -24,12 +24,13 @@ import dataclasses
 import logging
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import across, arguments, band, interval, named, points, save, summary
+from common import across, arguments, band, interval, named, points, record, save, summary
 from datasets import Dataset
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -168,6 +169,66 @@ def train(policy: Policy, arm: str, seed: int) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "ass",
+        "right answers, both with eoser (toy, no training)",
+        "higher",
+        difference=r["ASS minus 3 passes"]["1/0.01"],
+        baseline="3 uniform passes",
+    )
+    yield record(
+        "ass",
+        "right answers, both without eoser (toy, no training)",
+        "higher",
+        difference=r["ASS minus 3 passes"]["1/off"],
+        baseline="3 uniform passes",
+    )
+    yield record(
+        "cj_grpo",
+        "right answers after 36 steps, with eoser (toy)",
+        "higher",
+        difference=r["at the end"]["eoser, cj_grpo minus eoser, one step"],
+        baseline="one-step log-probs",
+    )
+    yield record(
+        "cj_grpo",
+        "right answers after 36 steps, without eoser (toy)",
+        "higher",
+        difference=r["at the end"]["cj_grpo minus one step"],
+        baseline="one-step log-probs",
+    )
+    yield record(
+        "eoser",
+        "right answers in 7 passes at temperature 1 (toy, no training)",
+        "higher",
+        difference=r["factor minus off"]["1/0.01/7"],
+        baseline="those without it",
+    )
+    yield record(
+        "eoser",
+        "right answers in 14 passes at temperature 0 (toy, no training)",
+        "higher",
+        difference=r["factor minus off"]["0/0.01/14"],
+        baseline="those without it",
+    )
+    yield record(
+        "mdlm",
+        "right answers after 36 steps, 3 passes each (toy)",
+        "higher",
+        difference=r["at the end"]["mdlm minus one step"],
+        baseline="one-step log-probs",
+    )
+    yield record(
+        "mdlm",
+        "right answers after 36 steps (toy)",
+        "higher",
+        difference=r["at the end"]["mdlm minus eoser, cj_grpo"],
+        baseline="eoser and cj_grpo in 3 uniform passes",
+    )
+
+
 def main() -> None:
     args, start = arguments(__doc__, seeds=5), time.time()
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)
@@ -187,7 +248,7 @@ def main() -> None:
         if name not in ("curves", "gains"):
             print(name, *(f"\n  {k:26s} {v['mean']:.3f} +- {v['ci95']:.3f}" for k, v in cells.items()))
     content = {"method": "mdlm", "settings": {"steps": STEPS, "seeds": args.seeds}, "results": results}
-    save(args.out, "mdlm", content, lambda: plot(results), start)
+    save(args.out, "mdlm", content, lambda: plot(results), start, records=records(results), where="mdlm-5-seeds")
 
 
 def results_of(

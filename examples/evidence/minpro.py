@@ -23,12 +23,12 @@ slowly than CISPO at the same learning rate, and CISPO does not collapse on this
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, interval, named, points, runs_band, save
+from common import arguments, interval, named, points, record, runs_band, save
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -185,6 +185,34 @@ def quality(seed: int) -> dict[tuple[str, int], dict[str, float]]:
     return {key: {k: float(np.mean([x[k] for x in xs])) for k in xs[0]} for key, xs in found.items()}
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "minpro",
+        "noise of the gradient estimate, rollouts 8 updates old",
+        "lower",
+        r["gradient"]["noise"]["MinPRO, d=8"],
+        r["gradient"]["noise"][f"{ON_POLICY}, d=8"],
+        baseline="CISPO",
+    )
+    yield record(
+        "minpro",
+        "cosine of the mean gradient with the exact one",
+        "higher",
+        r["gradient"]["cosine of the mean"]["MinPRO, d=8"],
+        r["gradient"]["cosine of the mean"][f"{ON_POLICY}, d=8"],
+        baseline="CISPO",
+    )
+    yield record(
+        "minpro",
+        "final reward, small learning rate, rollouts 8 updates old",
+        "higher",
+        r["training"]["final reward, small learning rate"]["MinPRO, d=8"],
+        r["training"]["final reward, small learning rate"][f"{ON_POLICY}, d=8"],
+        baseline="CISPO",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__, seeds=5)
     seeds = range(args.seeds)
@@ -220,7 +248,7 @@ def main() -> None:
         "gradient": gradient,
         "training": training,
     }
-    save(args.out, "minpro", content, lambda: plot(gradient, curves))
+    save(args.out, "minpro", content, lambda: plot(gradient, curves), records=records(content), where="minpro-5-seeds")
     for part in (gradient, training):
         print("\n" + f"{'':32s}" + "".join(f"{key:>36s}" for key in part))
         for row in next(iter(part.values())):

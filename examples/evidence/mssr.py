@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, corner_legend, grouped, named, save, summary
+from common import arguments, corner_legend, grouped, named, record, save, summary
 from matplotlib.figure import Figure
 
 from rl_plugins.lab.compare.figures import line, panels
@@ -122,6 +124,66 @@ def learn(arm: str, seed: int) -> tuple[list[float], list[float]]:
     return success, entropy_left
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "mssr_baseline",
+        "success at equal samples, without the entropy bonus",
+        "higher",
+        r["MVSR, no bonus"]["success"],
+        r["GRPO, 8 x 8"]["success"],
+        baseline="GRPO, 8 prompts x 8",
+        unit="%",
+        budget="samples",
+    )
+    yield record(
+        "mssr_prompts",
+        "success with the sampler",
+        "higher",
+        r["MSSR, sampler"]["success"],
+        r["MSSR"]["success"],
+        baseline="without it",
+        unit="%",
+    )
+    yield record(
+        "mssr_shaping",
+        "success with the entropy bonus",
+        "higher",
+        r["MSSR"]["success"],
+        r["MVSR, no bonus"]["success"],
+        baseline="without it",
+        unit="%",
+    )
+    yield record(
+        "mssr_shaping",
+        "entropy left with the entropy bonus",
+        "higher",
+        r["MSSR"]["entropy"],
+        r["MVSR, no bonus"]["entropy"],
+        baseline="without it",
+        unit="%",
+    )
+    yield record(
+        "mssr",
+        "success at equal samples",
+        "higher",
+        r["MSSR"]["success"],
+        r["GRPO, 8 x 8"]["success"],
+        baseline="GRPO, 8 prompts x 8",
+        unit="%",
+        budget="samples",
+    )
+    yield record(
+        "mssr",
+        "entropy left",
+        "higher",
+        r["MSSR"]["entropy"],
+        r["GRPO, 8 x 8"]["entropy"],
+        baseline="GRPO, 8 prompts x 8",
+        unit="%",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__.splitlines()[0], seeds=3)
     start = time.time()
@@ -141,7 +203,9 @@ def main() -> None:
         result["learning"][arm] = {"success": cells[0], "entropy": cells[1]}
         result["curves"][arm] = [np.mean([run[k] for run in runs], axis=0).tolist() for k in (0, 1)]
         print(f"{arm:24}" + "".join(f"{c['mean']:>12.1f} +-{c['ci95']:<4.1f}" for c in cells))
-    save(args.out, "mssr", result, lambda: plot(result), start)
+    save(
+        args.out, "mssr", result, lambda: plot(result), start, records=records(result["learning"]), where="mssr-3-seeds"
+    )
 
 
 def plot(result: dict) -> Figure:

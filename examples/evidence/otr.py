@@ -25,10 +25,11 @@ from __future__ import annotations
 import copy
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from common import arguments, band, interval, named, save
+from common import arguments, band, interval, named, record, save
 from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -118,6 +119,28 @@ def draw(results: dict[str, Any]) -> Figure:
     return figure
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "otr",
+        "a task never seen, right answers after 150 steps",
+        "higher",
+        r["curves"]["OTR"]["new"][-1],
+        r["curves"]["SFT"]["new"][-1],
+        difference=r["paired"]["OTR - SFT"]["new"],
+        baseline="SFT",
+    )
+    yield record(
+        "otr",
+        "old tasks, right answers after that",
+        "higher",
+        r["curves"]["OTR"]["old"][-1],
+        r["curves"]["SFT"]["old"][-1],
+        difference=r["paired"]["OTR - SFT"]["old"],
+        baseline="SFT",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__ or "", seeds=5)
     begin = time.time()
@@ -140,7 +163,7 @@ def main() -> None:
         for arm in ARMS[1:]
     }
     results = {"arms": list(ARMS), "steps": STEPS, "curves": curves, "paired": paired}
-    save(args.out, "otr", results, lambda: draw(results), begin)
+    save(args.out, "otr", results, lambda: draw(results), begin, records=records(results), where="otr-5-seeds")
 
 
 if __name__ == "__main__":

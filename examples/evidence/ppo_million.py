@@ -25,11 +25,12 @@ the policy, and the samples per nat, as `ppo_million` logs them. All for two lea
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, band, interval, named, points, save, summary
+from common import arguments, band, interval, named, points, record, save, summary
 from matplotlib.figure import Figure
 
 from rl_plugins.lab.compare.figures import panels
@@ -117,6 +118,34 @@ def measured(arm: str, found: dict[str, np.ndarray]) -> dict[str, Any]:
     }
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "ppo_million",
+        "value at the end at equal samples, tabular PPO, 4N at fixed mini-batch",
+        "higher",
+        r["0.1"]["4N, mini-batch fixed"]["last quarter"],
+        r["0.1"]["N"]["last quarter"],
+        baseline="N",
+        budget="samples",
+    )
+    yield record(
+        "ppo_million",
+        "value at the end at equal samples, tabular PPO, learning rate 0.075 instead of 0.3",
+        "higher",
+        r["0.3"]["N, lr / 4"]["last quarter"],
+        r["0.3"]["N"]["last quarter"],
+        budget="samples",
+    )
+    yield record(
+        "ppo_million",
+        "value at the end, tabular PPO, learning rate cut to a quarter on the plateau",
+        "higher",
+        r["0.3"]["N, cut in the middle"]["last quarter"],
+        r["0.3"]["N"]["last quarter"],
+    )
+
+
 def main() -> None:
     args, start = arguments(__doc__ or "", 10), time.time()
     results: dict[str, Any] = {"quadratic": {}, "ppo": {}}
@@ -159,7 +188,15 @@ def main() -> None:
         axes[1].legend(fontsize=7)
         return figure
 
-    save(args.out, "ppo_million", results, draw, start)
+    save(
+        args.out,
+        "ppo_million",
+        results,
+        draw,
+        start,
+        records=records(results["ppo"]),
+        where="ppo_million-10-seeds",
+    )
 
 
 if __name__ == "__main__":

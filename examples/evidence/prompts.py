@@ -21,13 +21,13 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import interval, named, save
+from common import interval, named, parsed, record, save
 from matplotlib.figure import Figure
 
 from rl_plugins.core.method import Method
@@ -85,13 +85,30 @@ def rows(count: int, seed: int, split: str) -> list[dict[str, Any]]:
     return each
 
 
+SIGNAL = ("signal", "share of rollouts in groups with a signal, TRL")
+RIGHT = ("held out", "right answers on held-out prompts, TRL, same number of rollouts")
+HARD_ONES = ("hard", "right answers on hard held-out prompts, TRL, same number of rollouts")
+TOLD = {  # arm -> what its card says
+    **dict.fromkeys(("brorl", "dars", "gdro_rollout", "linear_ts", "v0", "vade", "xrpo_allocate"), (SIGNAL, RIGHT)),
+    **dict.fromkeys(("drive", "gdro_prompt"), (RIGHT, HARD_ONES)),
+}
+SETTING = {"brorl": ", 16 per prompt", "linear_ts": ", 16 draws"}
+
+
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    for arm in sorted(set(TOLD) & set(r)) if "GRPO" in r else ():
+        for measure, claim in TOLD[arm]:
+            budget = "rollouts" if "same number" in claim else ""
+            claim += SETTING.get(arm, "") if measure == "signal" else ""
+            yield record(arm, claim, "higher", r[arm][measure], r["GRPO"][measure], baseline="GRPO", budget=budget)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60, help="full batches, an optimizer step each")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), metavar="ARM")
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    options = parser.parse_args()
+    options = parsed(parser, seeds=5)
     start = time.time()
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "prompts-runs.json"
@@ -116,7 +133,8 @@ def main() -> None:
             "held out": interval([r["held_out"] for r in found]),
             "hard": interval([r["hard"] for r in found]),
         }
-    save(options.out, "prompts", results, lambda: plot(of, results), start)
+    where = "prompts-and-rollouts-in-trls-real-trainer-5-seeds"
+    save(options.out, "prompts", results, lambda: plot(of, results), start, records(results), where)
     for arm in options.arms:
         columns = ("signal", "groups with signal", "batches", "generated", "held out", "hard")
         print(f"{arm:14}", *(f"{results[arm][c]['mean']:8.3f} ± {results[arm][c]['ci95']:.3f}" for c in columns))

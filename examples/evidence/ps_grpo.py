@@ -18,12 +18,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, interval, named, points, runs_band, save
+from common import arguments, interval, named, points, record, runs_band, save
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -135,6 +135,32 @@ def trained(seed: int, habit: int, params: Mapping[str, Any], kl: float) -> tupl
     return np.array(curve), logged["ps_grpo/collapsed"]
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "ps_grpo",
+        "share of advantages with the right sign, the paper's sample, simulated",
+        "higher",
+        r["sample"]["3, 1"]["sign"],
+        {"mean": 1.0, "ci95": 0.0},
+        baseline="exact rewards",
+    )
+    yield record(
+        "ps_grpo",
+        "right answers where a wrong habit leads, `gamma` 0 against `gamma` 1",
+        "higher",
+        r["arms"]["habit 8, gamma 0"]["right"],
+        r["arms"]["habit 8, alpha 1, gamma 1"]["right"],
+    )
+    yield record(
+        "ps_grpo",
+        "right answers and agreement of wordings, both parts against the accuracy alone",
+        "higher",
+        r["arms"]["habit 8, alpha 1, gamma 1"]["right"],
+        r["arms"]["habit 8, alpha 0, gamma 1"]["right"],
+    )
+
+
 def main() -> None:
     args, start = arguments(__doc__, seeds=10), time.time()
     seeds = range(args.seeds)
@@ -162,7 +188,15 @@ def main() -> None:
                 arm,
                 {k: v if isinstance(v, str) else f"{v['mean']:.3f} ± {v['ci95']:.3f}" for k, v in row.items()},
             )
-    save(args.out, "ps_grpo", {"sample": sample, "arms": arms}, lambda: plot(sample, curves), start)
+    save(
+        args.out,
+        "ps_grpo",
+        {"sample": sample, "arms": arms},
+        lambda: plot(sample, curves),
+        start,
+        records=records({"sample": sample, "arms": arms}),
+        where="ps_grpo-10-seeds",
+    )
 
 
 def plot(sample: Mapping[str, Any], curves: Mapping[int, Mapping[str, Sequence[np.ndarray]]]) -> Figure:

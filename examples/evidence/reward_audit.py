@@ -29,11 +29,11 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from common import arguments, grouped, named, save
+from common import arguments, grouped, named, record, save
 from matplotlib.figure import Figure
 from scipy import stats
 
@@ -211,6 +211,32 @@ def audited(name: str, seed: int) -> dict[str, float]:
 # ---- all of it
 
 
+def records(during: Any, clean: Any, before: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    signs, word = before["a sign per source"], before["a word"]
+    called = sum(b["called wrongly"] for b in before.values())
+    found = (
+        f"{signs['found']:.0f} of {signs['wrong']:.0f} with a wrong sign for one source, {word['found']:.0f} of "
+        f"{word['wrong']:.0f} with a word, {called:.0f} right rows called wrong"
+    )
+    rows = "wrong rows found before training (planted faults, 20 data sets)"
+    yield record("reward_audit", rows, "higher", note=found)
+    seen = during["1000 groups, 2.0%"]
+    convicted = seen["C2 at 5%"]
+    yield record(
+        "reward_audit",
+        "a fault in 20 of 1,000 groups, seen during training (simulation)",
+        "higher",
+        difference=(seen["C1"]["mean"], seen["C1"]["low"], seen["C1"]["high"]),
+        baseline="no audit",
+        note=f"a verifier of 5 % of the rollouts convicts in {convicted['runs']} of {convicted['of']} runs",
+    )
+    alarms, out = (sum(c[k]["runs"] for c in clean.values()) for k in ("flag", "out"))
+    runs = sum(c["flag"]["of"] for c in clean.values())
+    alarm = f"a warning in {alarms} of {runs} runs, rows taken out in {out}"
+    yield record("reward_audit", "false alarms on right rewards (simulation)", "lower", note=alarm)
+
+
 def main() -> None:
     args, start = arguments(__doc__, seeds=20), time.time()
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)  # findings are counted here
@@ -254,7 +280,8 @@ def main() -> None:
         )
     settings = dict(group=GROUP, words=WORDS, batch=BATCH, rows=ROWS, seeds=args.seeds)
     content = {"method": "reward_audit", "settings": settings, "during": during, "clean": clean, "before": before}
-    save(args.out, "reward_audit", content, lambda: plot(during, clean), start)
+    where = "reward_audit-20-seeds"
+    save(args.out, "reward_audit", content, lambda: plot(during, clean), start, records(during, clean, before), where)
 
 
 def text(cell: dict[str, Any]) -> str:

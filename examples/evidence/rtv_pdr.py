@@ -30,11 +30,11 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from common import across, arguments, grouped, interval, named, save
+from common import across, arguments, grouped, interval, named, record, save
 from matplotlib.figure import Figure
 
 from rl_plugins.lab.compare.figures import panels
@@ -132,6 +132,51 @@ def solve(waves: int, attempts_: int, p: float, accuracy: float, seed: int) -> f
     return float(np.mean([CharChat().decode(row[0][0].tokens) == "R" for row in rows]))
 
 
+def records(r: Any, selection: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "rtv_pdr",
+        "right answers of two waves of 16, success rate of .05, simulated",
+        "higher",
+        r["p = 0.05"]["RTV + PDR, judge 0.75"],
+        r["p = 0.05"]["RTV, judge 0.75"],
+        baseline="one wave of 16",
+    )
+    yield record(
+        "rtv_pdr",
+        "right answers of two waves of 16, success rate of .05, as many attempts, simulated",
+        "higher",
+        r["p = 0.05"]["RTV + PDR, judge 0.75"],
+        r["p = 0.05"]["RTV, 32 attempts, judge 0.75"],
+        difference=r["p = 0.05"]["RTV + PDR minus RTV, 32 attempts, judge 0.75"],
+        baseline="one wave of 32",
+    )
+    yield record(
+        "rtv_pdr",
+        "best attempt found, judge equally precise among 16 and in pairs, groups of 2",
+        "higher",
+        selection["precise: groups of 2"]["best"],
+        selection["precise: one group of 16"]["best"],
+        baseline="one flat comparison",
+    )
+    yield record(
+        "rtv_pdr",
+        "best attempt found, judge less precise in large groups, groups of 2",
+        "higher",
+        selection["less precise with more: groups of 2"]["best"],
+        selection["less precise with more: one group of 16"]["best"],
+        baseline="one flat comparison",
+    )
+    yield record(
+        "rtv_pdr",
+        "right answers of two waves, judge right in 40 %, success rate of .5, simulated",
+        "higher",
+        r["p = 0.5"]["RTV + PDR, judge 0.4"],
+        r["p = 0.5"]["one attempt"],
+        baseline="one attempt",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__, seeds=10)
     seeds = range(args.seeds)
@@ -157,7 +202,14 @@ def main() -> None:
 
     constants = dict(candidates=N, trials=TRIALS, tasks=TASKS, seeds=args.seeds)
     content = {"method": "rtv_pdr", "settings": constants, "selection": selection, "refinement": refinement}
-    save(args.out, "rtv_pdr", content, lambda: plot(selection, refinement))
+    save(
+        args.out,
+        "rtv_pdr",
+        content,
+        lambda: plot(selection, refinement),
+        records=records(refinement, selection),
+        where="training_free_grpo-rtv_pdr-10-seeds",
+    )
     print(f"{'selection':50s}{'best selected':>20s}{'quality':>20s}")
     for name, values in selection.items():
         cells = [f"{values[c]['mean']:.3f} +- {values[c]['ci95']:.3f}" for c in ("best", "quality")]

@@ -23,12 +23,12 @@ the end); all others end at .93 to .96.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from common import across, arguments, save, summary
+from common import across, arguments, record, save, summary
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -190,6 +190,33 @@ def update(table: Table, optimizer: Any, stack: Any, method: Scope | None, rows:
     optimizer.step()
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "scope",
+        "right answers with an oracle as corrector, any prefix",
+        "higher",
+        r["SCOPE, any prefix"]["right, all updates"],
+        r["GRPO"]["right, all updates"],
+        baseline="GRPO",
+    )
+    yield record(
+        "scope",
+        "bits of diversity left with an oracle as corrector, any prefix",
+        "higher",
+        r["SCOPE, any prefix"]["bits"],
+        r["GRPO"]["bits"],
+        baseline="GRPO",
+    )
+    yield record(
+        "scope",
+        "bits of diversity left, against whole answers of the oracle",
+        "higher",
+        r["SCOPE, any prefix"]["bits"],
+        r["whole answers"]["bits"],
+    )
+
+
 def main() -> None:
     args = arguments(__doc__, seeds=3)
     results: dict[str, Any] = {}
@@ -200,7 +227,14 @@ def main() -> None:
         print(f"{arm:26s} {cells}")
     settings = dict(prompts=PROMPTS, group=GROUP, steps=STEPS, updates=UPDATES, rate=RATE, seeds=args.seeds)
     content = {"method": "scope", "settings": settings, "results": results}
-    save(args.out, "scope", content, lambda: plot(results))
+    save(
+        args.out,
+        "scope",
+        content,
+        lambda: plot(results),
+        records=records(results),
+        where="latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
+    )
 
 
 def plot(results: dict[str, Any]) -> Figure:

@@ -23,12 +23,12 @@ rise a thousandfold in 40 rounds, which is still no success.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, interval, named, runs_band, save
+from common import arguments, interval, minus, named, record, runs_band, save
 from matplotlib.figure import Figure
 
 from rl_plugins.core.losses import ppo_clip
@@ -194,6 +194,33 @@ def shown(name: str, row: Mapping[str, Any]) -> None:
     print(name, {k: f"{v['mean']:.3g} ± {v['ci95']:.2g}" for k, v in row.items()}, flush=True)
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "swarm_sapo",
+        "cumulative reward of eight nodes, 4 own and 4 external groups, simulated",
+        "higher",
+        r["small"]["4/4"]["cumulative reward"],
+        r["small"]["8/0"]["cumulative reward"],
+        baseline="no sharing",
+    )
+    yield record(
+        "swarm_sapo",
+        "cumulative reward with 2 own and 6 external groups against 4 and 4, simulated",
+        "higher",
+        r["small"]["2/6"]["cumulative reward"],
+        r["small"]["4/4"]["cumulative reward"],
+        difference=minus(r["small"]["2/6"]["cumulative reward"], r["small"]["4/4"]["cumulative reward"]),
+    )
+    yield record(
+        "swarm_sapo",
+        "cumulative reward with the paper's rule against a draw from all groups, simulated",
+        "higher",
+        r["small"]["4/4"]["cumulative reward"],
+        r["rules"][RULES["sample"]]["cumulative reward"],
+    )
+
+
 def main() -> None:
     args, start = arguments(__doc__, seeds=5), time.time()
     seeds, results = range(args.seeds), dict[str, Any]()
@@ -220,7 +247,15 @@ def main() -> None:
             ends = [last_of_first(swarm(RATES["small"], seed, far=far, external_groups=j)) for seed in seeds]
             results["without success"][name] = {"reward at the end": interval(ends)}
             shown(name, results["without success"][name])
-    save(args.out, "swarm_sapo", results, lambda: plot(curves), start)
+    save(
+        args.out,
+        "swarm_sapo",
+        results,
+        lambda: plot(curves),
+        start,
+        records=records(results),
+        where="swarm_sapo-5-seeds",
+    )
 
 
 def plot(curves: Mapping[str, Mapping[str, Sequence[np.ndarray]]]) -> Figure:

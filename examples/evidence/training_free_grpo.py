@@ -24,10 +24,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from common import arguments, interval, named, runs_band, save
+from common import arguments, interval, named, record, runs_band, save
 from matplotlib.figure import Figure
 
 from rl_plugins.lab.compare.figures import name_lines, panels
@@ -128,6 +129,34 @@ def advice_in(prompt: str, kind: int) -> int | None:
     return int(found[-1]) if found else None
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "training_free_grpo",
+        "reward with advice that is always right",
+        "higher",
+        r["practice, accuracy 1"]["reward, last 3 steps"],
+        r["no library"]["reward, last 3 steps"],
+        baseline="no library",
+    )
+    yield record(
+        "training_free_grpo",
+        "reward with advice that is right in 70 %",
+        "higher",
+        r["practice, accuracy 0.7"]["reward, last 3 steps"],
+        r["no library"]["reward, last 3 steps"],
+        baseline="no library",
+    )
+    yield record(
+        "training_free_grpo",
+        "reward with advice that is right in 30 %",
+        "higher",
+        r["practice, accuracy 0.3"]["reward, last 3 steps"],
+        r["no library"]["reward, last 3 steps"],
+        baseline="no library",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__, seeds=5)
 
@@ -142,7 +171,14 @@ def main() -> None:
         }
     constants = dict(kinds=KINDS, approaches=APPROACHES, group=GROUP, steps=STEPS, followed=FOLLOWED, seeds=args.seeds)
     content = {"method": "training_free_grpo", "settings": constants, "results": results}
-    save(args.out, "training_free_grpo", content, lambda: plot(curves))
+    save(
+        args.out,
+        "training_free_grpo",
+        content,
+        lambda: plot(curves),
+        records=records(results),
+        where="training_free_grpo-rtv_pdr-10-seeds",
+    )
     columns = list(next(iter(results.values())))
     print(f"{'':26s}" + "".join(f"{name:>24s}" for name in columns))
     for arm, found in results.items():

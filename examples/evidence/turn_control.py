@@ -22,11 +22,12 @@ import logging
 import math
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, named, save, summary
+from common import arguments, named, record, save, summary
 from matplotlib.figure import Figure
 
 from rl_plugins.core.rollouts import Rollouts
@@ -149,6 +150,37 @@ def _pm(cell: dict[str, float]) -> str:
     return f"{cell['mean']:.1f} +-{cell['ci95']:.1f}"
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "turn_control",
+        "cost of an agent that hurries, 75th percentile as limit, simulated",
+        "lower",
+        difference=r["hurrying, fixed T75"]["cost_share"],
+        baseline="the unlimited loop's",
+        unit="%",
+        none=100,
+    )
+    yield record(
+        "turn_control",
+        "cost of an agent that hurries, with extension, simulated",
+        "lower",
+        difference=r["hurrying, dynamic T50 to T75"]["cost_share"],
+        baseline="the unlimited loop's",
+        unit="%",
+        none=100,
+    )
+    yield record(
+        "turn_control",
+        "tasks solved by an agent that ignores reminders, 75th percentile as limit",
+        "higher",
+        r["deaf, fixed T75"]["solved"],
+        r["deaf, unlimited"]["solved"],
+        baseline="unlimited",
+        unit="%",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__.splitlines()[0], seeds=5)
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)
@@ -173,7 +205,15 @@ def main() -> None:
         end = summary(curves[:, -30:].mean(1).tolist())
         result["limits"][rule] = {"end": end, "mean": curves.mean(0).tolist()}
         print(f"{rule:34}{_pm(end):>34}")
-    save(args.out, "turn_control", result, lambda: plot(result), start)
+    save(
+        args.out,
+        "turn_control",
+        result,
+        lambda: plot(result),
+        start,
+        records=records(result["strategies"]),
+        where="turn_control-cleaner-3-seeds",
+    )
 
 
 def plot(result: dict[str, Any]) -> Figure:

@@ -22,11 +22,12 @@ for new prompts), running mean .92, the batch's mean .50, true rates .93.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from common import across, arguments, grouped, interval, named, save
+from common import across, arguments, grouped, interval, named, record, save
 from matplotlib.figure import Figure
 
 from rl_plugins.core.groups import Groups
@@ -135,6 +136,26 @@ def summary(runs: list[dict[str, float]]) -> dict[str, Any]:
     return {name: interval([run[name] for run in runs]) for name in runs[0]}
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "v0",
+        "failed rollouts in groups with a success, per rollout, simulated",
+        "higher",
+        r["greedy, 128"]["failures"],
+        r["equal"]["failures"],
+        baseline="equal budgets",
+    )
+    yield record(
+        "v0",
+        "share of mixed groups, simulated",
+        "higher",
+        r["greedy, 128"]["mixed"],
+        r["equal"]["mixed"],
+        baseline="equal budgets",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__, seeds=5)
     seeds = range(args.seeds)
@@ -147,7 +168,14 @@ def main() -> None:
     constants = dict(prompts=PROMPTS, group=GROUP, lists=LISTS, batch=BATCH, steps=STEPS, seeds=args.seeds)
     results = {"budgets": budgets, "priors": priors}
     content = {"method": "v0", "settings": constants, "results": results}
-    save(args.out, "v0", content, lambda: plot(budgets, priors))
+    save(
+        args.out,
+        "v0",
+        content,
+        lambda: plot(budgets, priors),
+        records=records(budgets["true rates"]),
+        where="v0_5-v0-brpo-3-seeds",
+    )
     for title, table in [*((f"budgets, {noise}", t) for noise, t in budgets.items()), ("priors", priors)]:
         print(title)
         for name, found in table.items():

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, corner_legend, interval, named, runs_band, save
+from common import arguments, corner_legend, interval, named, record, runs_band, save
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -108,6 +108,26 @@ def jump(seed: int) -> dict[str, np.ndarray]:
     return visits
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "vade",
+        "share of mixed groups, simulated",
+        "higher",
+        r["mixed groups, all batches"]["VADE"],
+        r["mixed groups, all batches"]["uniform"],
+        baseline="uniform",
+    )
+    yield record(
+        "vade",
+        "mean success at the end, simulated",
+        "higher",
+        r["mean success at the end"]["VADE"],
+        r["mean success at the end"]["uniform"],
+        baseline="uniform",
+    )
+
+
 def main() -> None:
     args = arguments(__doc__, seeds=6)
     seeds = range(args.seeds)
@@ -132,7 +152,7 @@ def main() -> None:
 
     settings = dict(prompts=PROMPTS, batch=BATCH, group=GROUP, steps=STEPS, gain=GAIN, jump_at=JUMP_AT)
     content = {"method": "vade", "settings": {**settings, "seeds": args.seeds}, "results": results}
-    save(args.out, "vade", content, lambda: plot(curves, jumps))
+    save(args.out, "vade", content, lambda: plot(curves, jumps), records=records(results), where="vade-6-seeds")
     for name, arms in results.items():
         print(name)
         for arm, r in arms.items():

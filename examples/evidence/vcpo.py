@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, interval, named, points, save
+from common import arguments, interval, named, points, record, save
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -231,6 +232,42 @@ def trained(seed: int) -> dict[tuple[str, str, int], list[float]]:
     }
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "vcpo",
+        "variance of the gradient, rollouts 16 updates old, relative to the group mean",
+        "lower",
+        difference=r["gradient"]["relative variance"]["opob, length, d=16, truncated"],
+        baseline="the group mean's",
+        none=1,
+    )
+    yield record(
+        "vcpo",
+        "variance of the gradient, fresh rollouts, relative to the group mean",
+        "lower",
+        difference=r["gradient"]["relative variance"]["opob, length, d=0, truncated"],
+        baseline="the group mean's",
+        none=1,
+    )
+    yield record(
+        "vcpo",
+        "final reward, rollouts 32 updates old, small learning rate",
+        "higher",
+        r["training"]["final reward, small learning rate"]["both, d=32"],
+        r["training"]["final reward, small learning rate"]["GRPO, d=32"],
+        baseline="GRPO without correction",
+    )
+    yield record(
+        "vcpo",
+        "final reward with the learning rate scaled only, rollouts 32 updates old, small learning rate",
+        "higher",
+        r["training"]["final reward, small learning rate"]["learning rate, d=32"],
+        r["training"]["final reward, small learning rate"]["no scaling, d=32"],
+        baseline="neither",
+    )
+
+
 def main() -> None:
     args, began = arguments(__doc__, seeds=5), time.time()
     seeds = range(args.seeds)
@@ -264,7 +301,15 @@ def main() -> None:
         "learning rate": rate,
         "training": training,
     }
-    save(args.out, "vcpo", content, lambda: plot(gradient, rate, curves), began)
+    save(
+        args.out,
+        "vcpo",
+        content,
+        lambda: plot(gradient, rate, curves),
+        began,
+        records=records(content),
+        where="vcpo-5-seeds",
+    )
     for part in (gradient, rate, training):
         for what, table in part.items():
             print(f"\n{what}")

@@ -26,11 +26,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, grouped, named, points, save
+from common import arguments, grouped, named, points, record, save
 from common import summary as over_seeds
 from matplotlib.figure import Figure
 
@@ -143,6 +144,39 @@ def against(runs: dict[str, list[dict[str, float]]], baseline: str) -> dict[str,
     }
 
 
+def records(r: Any) -> Iterator[dict[str, Any]]:
+    """What the cards say."""
+    yield record(
+        "xrpo_allocate",
+        "squared error of estimated pass rates x 1000",
+        "lower",
+        difference=r["allocator"]["n_first 8, exploration 0.05"]["error"]["difference"],
+        baseline="equal groups",
+    )
+    yield record(
+        "xrpo_allocate",
+        "share of groups with unequal rewards, simulated",
+        "higher",
+        difference=r["allocator"]["n_first 8, exploration 0.05"]["mixed"]["difference"],
+        baseline="equal groups",
+    )
+    yield record(
+        "xrpo_novelty",
+        "entropy of right answers at a pass rate of 0.9",
+        "higher",
+        difference=r["sharpening"]["novelty (2.5, 0.5)"]["entropy at 0.9"]["difference"],
+        baseline="GRPO",
+    )
+    yield record(
+        "xrpo_novelty",
+        "batches until a pass rate of 0.9",
+        "lower",
+        r["sharpening"]["novelty (2.5, 0.5)"]["batches to 0.9"],
+        r["sharpening"]["grpo"]["batches to 0.9"],
+        baseline="GRPO",
+    )
+
+
 def main() -> None:
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)
     args, start = arguments(__doc__ or "", seeds=10), time.time()
@@ -159,7 +193,7 @@ def main() -> None:
                 print(f"{name} {v['mean']:.3f} ± {v['ci95']:.3f} ({v['difference']['mean']:+.3f})", end="  ")
             print()
     content = {"method": "xrpo", "settings": {"seeds": args.seeds}, "results": results}
-    save(args.out, "xrpo", content, lambda: plot(results), start)
+    save(args.out, "xrpo", content, lambda: plot(results), start, records=records(results), where="xrpo-10-seeds")
 
 
 def plot(results: dict[str, Any]) -> Figure:
