@@ -1,11 +1,11 @@
 """RollArt (arXiv 2512.22560): which way each of its numbers goes in a simulation, and what independent rollouts save.
 
 1. `rl_plugins.tools.disaggregated.simulator`, with the real queue and router. No model runs. 16 groups of 8 rollouts
-   make a batch; 16 steps, the first 4 left out. Two tasks: "agent" has 8 turns that read 3,000 and write 150 tokens, and its
-   environment acts for 5 s; "math" reads 300 and writes 3,000 tokens at once. A server of the pool "compute" reads
-   20,000 tokens/s and writes 16 answers at 50 tokens/s each; one of "bandwidth" reads 3,000 and writes 20 at 60. These
-   are about the ratios of peak compute, memory bandwidth and memory of H800 and H20. A compute server costs as much as
-   two others, which is a price of ours. Ratios are of step times, paired by seed.
+   make a batch; 16 steps, the first 4 left out. Two tasks: "agent" has 8 turns that read 3,000 and write 150 tokens,
+   and its environment acts for 5 s; "math" reads 300 and writes 3,000 tokens at once. A server of the pool "compute"
+   reads 20,000 tokens/s and writes 16 answers at 50 tokens/s each; one of "bandwidth" reads 3,000 and writes 20 at 60.
+   These are about the ratios of peak compute, memory bandwidth and memory of H800 and H20. A compute server costs as
+   much as two others, which is a price of ours. Ratios are of step times, paired by seed.
 2. Wall time of one group of 8 in real time, with threads and asyncio on an engine that sleeps: 6 turns of 10 ms of
    generation and an environment of 40 ms (mean of a log-normal). Lockstep is what programs do on TRL's engine,
    independent what they do on verl's; redundant begins 10 and keeps the first 8 (`together(first=8)`). In "one hangs"
