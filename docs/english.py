@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 AREAS = ("README.md", "CONTRIBUTING.md", "docs", "examples/README.md", "rl_plugins")
 # Pages that are no prose of ours, or made from the code: from the root of the checkout.
 LEFT_OUT = (
+    "docs/english.py",
     "docs/site",
     "docs/evidence.md",
     "docs/methods.md",
@@ -169,7 +170,7 @@ def problems_of(prose: Iterable[Prose]) -> list[Problem]:
 
 
 def help_problems(where: str, text: str) -> list[Problem]:
-    """Of the help of a parameter or of an option with a value: it begins with a noun phrase, perhaps behind the paper's
+    """Of the help of a parameter or of an option with a value: it begins with a noun phrase, perhaps after the paper's
     symbol ("K, rollouts of a prompt")."""
     first = re.match(r"[\"'`(]*([A-Za-z]+)", text)
     if first and first[1].lower() in NOT_A_NOUN:

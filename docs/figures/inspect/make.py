@@ -14,11 +14,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
+from browser import Browser
 from PIL import Image
 
 from rl_plugins.lab.viewer.folder import TraceFolder
 from rl_plugins.lab.viewer.page import write_page
-from rl_plugins.testing.browser import Browser
 
 HERE = Path(__file__).parent
 LARGEST = 60_000  # bytes
