@@ -28,10 +28,9 @@ class GdroPrompt(Binned):
 
         weight_form code:   w = min(q(b), largest); w <- w / mean over the rollouts; w <- min(w, largest)
         weight_form paper:  w = min(exp(eta clip(S(b), -score_clip, score_clip)), largest)
+        A <- A w            after any estimator
 
-        A <- A w
-
-    after any estimator. The scores are those before the batch, 0 without a visit. `zscore` puts (S - mean) /
+    The scores are those before the batch, 0 without a visit. `zscore` puts (S - mean) /
     max(deviation, 1e-3), cut at +-3, over the visited bins in place of S.
 
     Symbols: w (rollouts,), S, q (bins,) float64; beta = `score_beta`, largest = `largest_weight`. Rollouts count once.

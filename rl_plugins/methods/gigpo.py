@@ -60,7 +60,7 @@ class Gigpo(Method):
     class Params(MethodParams):
         gamma: float = param(0.95, "discount of later rewards, per turn", ge=0, le=1, only_if=_STATES)
         step_advantage_w: float = param(1.0, "weight of the comparison of states; 0: only rollouts are compared", ge=0)
-        mode: Mode = param("mean_norm", "differences from the mean, or those divided by the standard deviation + eps")
+        mode: Mode = param("mean_norm", "differences from the mean, or also divided by std + eps")
         statistics: Literal["turns", "rollouts"] = param("turns", "units of the statistics of R (code: turns)")
         single_group: Literal["zero", "reward"] = param("zero", "A^E of a group with one entry: 0 or its reward")
         similarity: float | None = param(

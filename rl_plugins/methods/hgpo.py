@@ -57,9 +57,7 @@ class Hgpo(Method):
     class Params(MethodParams):
         history_length: int = param(2, "K, earlier states that are compared: as many as the prompt holds turns", ge=0)
         gamma: float = param(0.95, "discount of later rewards, per turn", ge=0, le=1)
-        mode: Mode = param(
-            "mean_std_norm", "differences from the mean, or those divided by the standard deviation + eps"
-        )
+        mode: Mode = param("mean_std_norm", "differences from the mean, or also divided by std + eps")
         length_weight_alpha: float = param(1.0, "exponent alpha of w_k", ge=0, only_if=_ALPHA)
         weight_offset: int = param(1, "offset of k in w_k: 1 (paper) or 2 (code)", ge=1, only_if=_WEIGHED)
         drop_zero: bool = param(True, "A_k of exactly 0 leave the mean", only_if=(_DEEP, _BASE))

@@ -26,8 +26,7 @@ class UiS1Rollout(Method):
                    history + (o_k, e_k)                  else, and the rollout continues: a patch, at most `max_patches`
         the rollout ends                                 at the first wrong action without a patch left
 
-    The history follows the prompt as messages of user (o) and assistant (y), or as `write` says. Evaluation has no
-    patches.
+    The history is messages of user (o) and assistant (y), or what `write` makes of it. Evaluation has no patches.
 
     Symbols: every turn is a row: its prompt has the patched history, its completion is y_k. A patch is never trained. A
     `match` that fails ends the rollout, without a reward (NaN) for its last turn. `turns` has k, o_k, r_k and m_k.

@@ -33,16 +33,14 @@ class Vade(Method):
     Symbols: alpha, beta (D,) float64 counts without the prior of 1, by dataset row. A success is a reward >=
     success_threshold (`success: threshold`), or the reward clipped to [0, 1] (`clipped_sum`).
 
-    Special cases: rows that `select` removed count. Rows without a reward (NaN) do not, nor do foreign prompts (-1); a
-    prompt without a scored row counts as unselected. A rollout of several rows
-    counts once, with their mean.
+    Special cases: rows that `select` removed count; rows without a reward (NaN) and foreign prompts (-1) do not. A
+    prompt without a scored row counts as unselected, a rollout of several rows once, with their mean.
 
     State: alpha, beta. Draws are from `self.rng`; of more than 65,536 prompts not every p_i is drawn.
 
     Raises:
-        ConfigError: a dataset without a length.
+        ConfigError, StateError: a dataset without a length, or of another length than the state's.
         MethodError: more prompts are asked for than are left.
-        StateError: alpha and beta are those of a dataset of another length.
 
     Source: arXiv 2511.18902 and its project page VADE-RL/VADE-RL.github.io; the code that it names is missing.
     """

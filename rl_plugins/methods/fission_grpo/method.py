@@ -31,10 +31,9 @@ class FissionGrpo(Method):
     Errors are the same if prompt and calls are (or texts); one that is in the pool or the batch is left out. The rules
     compare the calls with `tools_column` (schemas) and `gold_column` (the right calls).
 
-    Recovery starts in every `every`-th batch if the pool holds `trigger` entries of at most `max_age` batches. The
-    newest entries are popped, as many as fit into the share `share` of the rows. Each gets `group_size` rollouts in its
-    own group, A_j = (R_j - mean) / std. They take free rows first, then those of random prompts. Columns are the
-    original prompt's; x_corr has no loss.
+    In every `every`-th batch, if the pool holds `trigger` entries of at most `max_age` batches, the newest are popped,
+    as many as fit into `share` of the rows. Each gets `group_size` rollouts in its own group, A_j = (R_j - mean) / std,
+    in free rows first, then in those of random prompts. Columns are the original prompt's; x_corr has no loss.
 
     Symbols: R, A (rows,) float64. Recovery prompts are foreign (-1) to other methods.
 
