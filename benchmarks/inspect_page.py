@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -23,17 +24,18 @@ from pathlib import Path
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import typer
+from browser import Browser
 from scale_driver import RANKS, Batch
 
 from rl_plugins.lab.viewer.folder import TraceFolder
 from rl_plugins.lab.viewer.page import write_page
 from rl_plugins.lab.viewer.serve import PageServer
 from rl_plugins.runtime.trace import schema, trace_of
-from rl_plugins.testing.browser import Browser
 
 VOCABULARY, DIFFERENT = 50_000, 3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,7 +18,9 @@ from rl_plugins.lab.viewer.folder import TraceFolder
 from rl_plugins.lab.viewer.page import write_page
 from rl_plugins.lab.viewer.serve import PageServer
 from rl_plugins.lab.viewer.summary import batch_summary
-from rl_plugins.testing.browser import Browser
+
+if TYPE_CHECKING:
+    from browser import Browser
 
 HUGE = 10_000_000
 
@@ -153,6 +155,8 @@ def page(known: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def browser() -> Iterator[Browser]:
+    from browser import Browser
+
     with Browser() as made:
         yield made
         assert made.errors == [], made.errors
@@ -346,6 +350,8 @@ def test_two_runs_side_by_side(page: str, browser: Browser) -> None:
 @pytest.mark.browser
 @pytest.mark.parametrize("dark", [False, True])
 def test_nothing_is_wider_than_a_phone(page: str, dark: bool) -> None:
+    from browser import Browser
+
     with Browser(390, 800, dark) as browser:
         for place in ("", "#batch=1", "#batch=1&group=3", "#batch=1&group=3&rollout=13", "#view=compare&prompt=102"):
             browser.open(page + place)
