@@ -64,7 +64,7 @@ class RolloutReplay(Method):
     problems = ("long_tail", "few_prompts")
     needs: frozenset[str] | set[str] = {"prompt_index", "tokens", "token_ids", "token_versions", "rollout_logprobs"}
     replays = True
-    idle = (Idle({"replayed": 0}, "no stored group was replayed. Look at `stored`, `constant` and `unstorable`."),)
+    idle = (Idle({"replayed": 0}, "no stored group was replayed. Look at `stored`, `unstorable`, `max_staleness`."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):

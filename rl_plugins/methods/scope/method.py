@@ -64,7 +64,7 @@ class Scope(Method):
     forces_tokens = True
     idle = (
         Idle({"eligible": 0}, "no group had wrong and too few right rollouts. Look at `min_correct`."),
-        Idle({"corrected": 0}, "no correction was right. Look at `located`, `failed` and `verified`."),
+        Idle({"corrected": 0}, "no correction was right. Look at `located`, `verified`, `threshold`, `corrector`."),
     )
     Params = ScopeParams
 

@@ -85,7 +85,7 @@ class SwarmSapo(Method):
     fidelity = "abstract"
     does = "Trains on rollouts that other nodes share as text, next to its own"
     problems = ("no_signal", "exploration")
-    idle = (Idle({"external": 0}, "no external group was trained. Look at `inbox`, `rejected` and `constant`."),)
+    idle = (Idle({"external": 0}, "no external group was trained. Look at `inbox`, `rejected`, `external_groups`."),)
     Params = SwarmParams
 
     def __init__(self, params: MethodParams | None = None) -> None:
