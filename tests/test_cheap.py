@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.runtime import cheap
 from rl_plugins.runtime.cheap import BLOCK, CheapCopy, CheapOptions, Int8Linear, round_e2m1, round_fp4, round_int8
 
 # ---- the formats, number by number
@@ -111,6 +112,24 @@ def test_the_int8_layer_multiplies_what_was_rounded(rows: int) -> None:
         torch.testing.assert_close(found.double().view(-1, 7), expected, rtol=1e-5, atol=1e-5)
         assert 0 < (found - layer(x)).abs().max() < 0.05
         assert made(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_a_cpu_whose_int8_products_saturate_gets_the_same_numbers(monkeypatch: Any) -> None:
+    """oneDNN adds pairs of products in int16 without VNNI; ONEDNN_MAX_CPU_ISA=AVX2 shows it on other machines."""
+    torch.manual_seed(0)
+    a, b = torch.randint(-127, 128, (2, 40, 64), dtype=torch.int8)
+    right = a.int() @ b.t().int()
+
+    def saturating(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        pairs = a.int()[:, 0::2, None] * b.int()[None, 0::2] + a.int()[:, 1::2, None] * b.int()[None, 1::2]
+        return pairs.clamp(-(2**14), 2**14).sum(1)
+
+    monkeypatch.setattr(torch, "_int_mm", saturating)
+    cheap._multiplies_int8.cache_clear()
+    assert not torch.equal(saturating(a, b.t()), right) and torch.equal(cheap.int8_product(a, b.t()).int(), right)
+    monkeypatch.undo()
+    cheap._multiplies_int8.cache_clear()
+    assert torch.equal(cheap.int8_product(a, b.t()).int(), right)
 
 
 # ---- copies

@@ -19,7 +19,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -101,6 +101,18 @@ class CheapOptions:
         return large and not any(re.search(pattern, name) for pattern in self.skip)
 
 
+def int8_product(a: Tensor, b: Tensor) -> Tensor:
+    """(n, k) times (k, m), both int8. In float32 where the device's product of int8 is wrong."""
+    return torch._int_mm(a, b) if _multiplies_int8(a.device.type) else a.float() @ b.float()
+
+
+@cache
+def _multiplies_int8(device: str) -> bool:
+    """oneDNN adds pairs of products in int16 on CPUs without VNNI, and large ones saturate without a word."""
+    largest = torch.full((_LEAST_ROWS, 64), 127, dtype=torch.int8, device=device)
+    return bool((torch._int_mm(largest, largest.t()) == 64 * 127**2).all())
+
+
 class Int8Linear(nn.Module):
     """A linear layer that multiplies in int8.
 
@@ -133,7 +145,7 @@ class Int8Linear(nn.Module):
         few = _LEAST_ROWS - len(rows)
         if few > 0:  # what the kernels of GPUs take
             rows = nn.functional.pad(rows, (0, 0, 0, few))
-        product = torch._int_mm(rows, self.rounded.t())[: len(scale)]
+        product = int8_product(rows, self.rounded.t())[: len(scale)]
         y = product.float() * scale * self.scale.t()
         y = y if self.bias is None else y + self.bias
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)

@@ -1034,12 +1034,14 @@ def test_a_queue_on_two_ranks_loses_nothing(tmp_path):
 
 
 def test_dart_replaces_the_oldest_failure_of_a_task_it_had_solved(train):
-    """Whole bundle on an agent. In the third batch every rollout fails, so tasks solved before get their success."""
-    steps = []
+    """Whole bundle on an agent. In the first batch every second rollout succeeds, whatever the policy does, and in the
+    third every rollout fails, so tasks solved before get their success."""
 
     def reward(trainer_state, **kwargs):
-        steps.append(trainer_state.global_step)
-        return [0.0 if steps[-1] == 2 else s for s in won(**kwargs)]
+        scores = won(**kwargs)
+        return {0: [float(i % 2) for i in range(len(scores))], 2: [0.0] * len(scores)}.get(
+            trainer_state.global_step, scores
+        )
 
     play = {"environment": Grid, "strategy": "unlimited", "turn_tokens": 4, "hard_cap": 8}
     seen = train(
