@@ -154,8 +154,8 @@ def results() -> tuple[Result, ...]:
 
 
 def measured_of(name: str) -> list[Result]:
-    """Our results on a method, a bundle or a supervised loss; of a bundle its own, then those of its parts, each with the
-    name of the part in front of its claim."""
+    """Our results on a method, a bundle or a supervised loss; of a bundle its own, then those of its parts, each with
+    the name of the part in front of its claim."""
     found = [result for result in results() if result.method == name]
     try:
         of = registry.load(name)
