@@ -19,7 +19,7 @@ from rl_plugins.methods.fission_grpo.params import FissionParams
 class FissionGrpo(Method):
     """Turns an error of the policy into a prompt: the failed call and the tool's message about it.
 
-    Reconstruction: no code was published. Group sizes, trigger, thresholds and the error simulator are ours, and
+    Reconstruction: group sizes, trigger, thresholds and the error simulator were not published and are ours, and
     recovery prompts join the next batch, where the paper updates separately.
 
     After each generation batch, for each rollout that is an error (reward < error_threshold, or, with `error_column`,
