@@ -1,1 +1,1 @@
-"""One file or folder per paper; docs/methods.md has a card of each."""
+"""A file or folder per method, with its card NAME.toml; docs/methods.md has a line for each."""

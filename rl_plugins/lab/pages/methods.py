@@ -9,13 +9,14 @@ from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
+from typing import get_args
 
 import rl_plugins
 from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.catalog import FIDELITY, Card, card_of, entries, needs_of, plugins, preset_text
 from rl_plugins.cards.info import meaning, options_text
 from rl_plugins.cards.problems import PROBLEMS
-from rl_plugins.cards.results import Result
+from rl_plugins.cards.results import Result, Verdict
 from rl_plugins.core.method import Bundle, Method
 from rl_plugins.core.params import MethodParams, describe_params
 from rl_plugins.runtime import registry
@@ -26,8 +27,8 @@ _HEAD = """\
 Written by `make docs`; do not edit. [Which method is for me](choose.md) begins with your problem. `rl-plugins info
 NAME` shows everything about one method, with a config to copy, and `make site` makes a page of each.
 
-"Measured" counts our measurements and their verdicts, each against a baseline at the 95 % interval. Fidelity says what
-a method was checked against:
+"Measured" counts our measurements by verdict, each against a baseline at the 95 % interval ("no interval" where the
+figures have none). Fidelity says what a method was checked against:
 
 """
 LONGEST_DEFAULT = 60  # characters of a default in a table; `info` shows the whole
@@ -63,8 +64,7 @@ def _code_of(card: Card) -> str:
 def verdicts(results: Iterable[Result]) -> str:
     """How often each verdict was reached: "2 better, 1 worse"."""
     counts = Counter(result.verdict for result in results)
-    order = ("better", "worse", "no significant difference", "no interval")
-    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in order if counts[verdict])
+    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict) if counts[verdict])
 
 
 def section(found: type[Method] | Bundle, whole: bool = True) -> str:
