@@ -17,27 +17,22 @@ from rl_plugins.methods.scope.steps import tokens_before
 class AdhintRollouts(Method):
     """Begins some rollouts of a prompt with a hint: a part of a reference solution, the longer the harder it is.
 
-    Reconstruction: the linear ratio with noise is from a note about the paper, the rest of the rule is ours.
+    Reconstruction: the linear ratio with noise is from a note about the paper, the rest is ours. Of n rollouts:
 
-    Per prompt with n rollouts, m = floor(hinted_share n) of them hinted:
-
-        n - m naive rollouts are sampled and scored;    D = 1 - share of successes among those with a reward
+        n - m are sampled and scored, m = floor(hinted_share n);   D = 1 - share of successes among those with a reward
         w = clip((w_max - w_min) D + w_min + xi, 0, w_max),   xi ~ normal(0, sigma), a draw per hinted rollout
         hint = the first floor(w L) tokens of the reference,   L its tokens;   the rest is sampled
 
-    A hint ends before the first place in the reference where the answer of `answer_column` begins. Its tokens are put
-    in the policy's place and trained; with `hint_loss: false` only read.
+    A hint ends before the answer of `answer_column` begins in the reference. Its tokens are trained; with `hint_loss:
+    false` only read. Symbols: column `adhint` of a row: first token of its hint, and the position after the last one.
 
-    Symbols: rewards float64. Column `adhint` of a row: first token of its hint and the position after the last one.
-
-    Special cases: with D = 0, without a reward, and for an empty reference or hint the rollout is a naive one. At
-    least one token is left for the policy. A prefix of the plan stands before the hint. Evaluation has no hints.
+    Special cases: with D = 0, without a reward, and for an empty reference or hint the rollout has no hint. At least
+    one token is left for the policy. A prefix of the plan stands before the hint. Evaluation has no hints.
 
     Raises:
         ConfigError, MethodError: w_min above w_max; no such column; a reference that is neither text nor token ids.
 
-    Source: arXiv 2512.13095, abstract; the ratio as a third party reports it.
-    """
+    Source: arXiv 2512.13095, abstract; the ratio as a third party reports it."""
 
     name = "adhint_rollouts"
     fidelity = "reconstruction"

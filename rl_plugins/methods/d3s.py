@@ -26,8 +26,7 @@ class D3s(Method):
         3. tokens   of the tokens of these rows keep the ceil(tokens(p) * number of them) with the largest |A_it| H_it
 
     The rows with the largest (population) variance are the h largest and otherwise the smallest ones for some h, so all
-    h are tried. Among equal variances the h closest to half of the rows wins, then the larger; among equal rows or
-    tokens the earlier.
+    h are tried. Of equal variances the h closest to half of the rows wins, then the larger; of equal rows the earlier.
 
     Symbols: A (rows,) float64 is the mean of the row's token advantages; A_it (tokens,) that of the token; H_it
     (tokens,) its entropy in nats, of the policy before the update. The loss is normalized by what is kept.
@@ -36,8 +35,7 @@ class D3s(Method):
     without a reward (NaN) leave as soon as rows are selected and do not count in the shares. Each row of a rollout
     counts separately, and a row may lose all of its tokens.
 
-    Source: arXiv 2509.22115, sample level, token level and dynamic schedule. The authors' code was not published.
-    """
+    Source: arXiv 2509.22115, sample level, token level and dynamic schedule. The authors' code was not published."""
 
     name = "d3s"
     fidelity = "reconstruction"
@@ -48,9 +46,7 @@ class D3s(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        group_rows_start: float = param(
-            0.5, "share of each group's rows that is kept at the start of the run", gt=0, le=1
-        )
+        group_rows_start: float = param(0.5, "share of each group's rows that is kept at the start", gt=0, le=1)
         group_rows_end: float = param(1.0, "share of each group's rows that is kept at the end", gt=0, le=1)
         batch_rows_start: float | None = param(0.25, "share of the batch's rows; none: no line 2", gt=0, le=1)
         batch_rows_end: float = param(1.0, "batch share at the end", gt=0, le=1, only_if={"batch_rows_start": GIVEN})

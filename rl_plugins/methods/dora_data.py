@@ -36,8 +36,7 @@ class DoraData(Method):
     Raises:
         ConfigError, MethodError: no reward function `accuracy`; a value of `failed_column` that is no truth value.
 
-    Source: arXiv 2509.18883, section on reinforcement learning. The loop detection is ours.
-    """
+    Source: arXiv 2509.18883, section on reinforcement learning. The loop detection is ours."""
 
     name = "dora_data"
     fidelity = "paper"
@@ -49,19 +48,15 @@ class DoraData(Method):
     class Params(MethodParams):
         accuracy: str | None = param(None, "reward function that is the accuracy; none: the weighted reward")
         failed_column: str | None = param(None, "column that is true where grading failed; none: no such column")
-        truncated: Literal["mask", "mask_unscored", "keep"] = param(
-            "mask", "treatment of truncated rows that are no loops"
-        )
+        truncated: Literal["mask", "mask_unscored", "keep"] = param("mask", "truncated rows that are no loops")
         loop_tokens: int = param(64, "tokens at the end of a completion that must repeat", ge=2, only_if=MASKED)
         loop_period: int = param(16, "longest period of a repetition loop, in tokens", ge=1, only_if=MASKED)
         pure: Literal["keep", "drop"] = param("keep", "treatment of rows that several versions made")
 
         def check(self) -> None:
             if self.loop_period * 2 > self.loop_tokens and self.truncated != "keep":
-                raise ConfigError(
-                    f"parameter `loop_period` is {self.loop_period} and `loop_tokens` {self.loop_tokens}; a loop "
-                    f"repeats at least once, so loop_period must be at most {self.loop_tokens // 2}."
-                )
+                most, given = self.loop_tokens // 2, self.loop_period
+                raise ConfigError(f"`loop_period` is {given}. A loop repeats at least once: give at most {most}.")
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

@@ -39,16 +39,12 @@ class DoraLength(Method):
     fidelity = "paper"
     does = "Raises the response limit in stages, when long answers come near it"
     problems = ("length", "long_tail")
-    idle = (
-        Idle(
-            {"counted": 0}, "no rollout counts: another method gives completions or prefixes, or limits them further."
-        ),
-    )
+    idle = (Idle({"counted": 0}, "no rollout counts: another method gives completions, or limits them further."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         shares: tuple[float, ...] = param(
-            (0.75, 0.875, 1.0), "limits of the stages, as rising shares of the host's completion length"
+            (0.75, 0.875, 1.0), "rising limits, as shares of the host's completion length"
         )
         percentile: float = param(90.0, "percentile of the lengths that is compared with the limit", ge=0, le=100)
         threshold: float = param(0.95, "share of the limit at which it is raised", gt=0, le=1)

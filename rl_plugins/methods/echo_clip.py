@@ -31,10 +31,8 @@ class EchoClip(Method):
 
     Special cases: only trained tokens are part of the tail. Masked tokens have loss and gradient 0 for any value.
 
-
     Source: arXiv 2602.02150; `apply_hybrid_advantage_shaping` and `compute_policy_loss` in
-    `verl/trainer/ppo/core_algos.py` of the authors' code.
-    """
+    `verl/trainer/ppo/core_algos.py` of the authors' code."""
 
     name = "echo_clip"
     fidelity = "code"
@@ -45,9 +43,7 @@ class EchoClip(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         tail_window: int = param(16, "number of last tokens that count; 0: all", ge=0, only_if={"kappa": above(0)})
-        eps_min: float = param(
-            0.05, "lower end of the sigmoid's range; the clip range is at least halfway to eps_max", ge=0, lt=1
-        )
+        eps_min: float = param(0.05, "lower end of the sigmoid's range", ge=0, lt=1)
         eps_max: float = param(0.2, "upper end of the clip range", ge=0, lt=1)
         kappa: float = param(4.0, "steepness of the sigmoid", ge=0)
         dual_clip: float = param(3.0, "c of the dual clip, which bounds the loss of a token with A < 0 by -c A", gt=1)

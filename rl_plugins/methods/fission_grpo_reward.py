@@ -24,9 +24,7 @@ class FissionReward(Method):
 
     Symbols: rewards (rows, functions), R (rows,), float64. R_fmt, R_corr, R_len are the run's reward functions named
     `format`, `correctness` and `length`; without one for the length R_len is 1. Other reward functions and the host's
-    weights are not used.
-
-    Special cases: a row that lacks one of the three has no reward (NaN).
+    weights are not used. A row that lacks one of the three has no reward (NaN).
 
     Raises:
         ConfigError: a reward function of these names does not exist, or two are the same.
@@ -54,9 +52,9 @@ class FissionReward(Method):
 
         def check(self) -> None:
             if len(set(self.names)) < len(self.names):
+                same = ", ".join(self.names)
                 raise ConfigError(
-                    f"`format`, `correctness` and `length` name {', '.join(self.names)}; they must be different reward "
-                    f"functions."
+                    f"`format`, `correctness` and `length` name {same}; they must be different functions."
                 )
 
     def check(self, run: Run) -> None:
