@@ -1,7 +1,7 @@
 """APRIL against waiting for the longest rollout: a simulation of the schedule, and (--real) TRL trainers on the CPU.
 
-The simulation (`rl_plugins.testing.generation`) drives the real method and the real queue: 32 groups of 8, lengths log-normal
-(half of the variance of their logarithm between prompts), cut at 16 medians. Three engines: `free`, where a token takes
+The simulation (`rl_plugins.testing.generation`) drives the real method and the real queue: 32 groups of 8, lengths
+log-normal (half of the variance of their logarithm between prompts), cut at 16 medians. Three engines: `free`, where a token takes
 as long whatever the number of rollouts; `slots`, which decodes at most 256 at once, as many as plain training needs;
 `busy`, where a token takes 1 + rollouts / 128 and reading one of a resumed rollout 0.01. Only generation is timed.
 

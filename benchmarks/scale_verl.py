@@ -3,8 +3,8 @@
     python benchmarks/scale_verl.py                 # 1,024 rows x 1,024 and x 8,192 tokens, into scale_verl.json
 
 TransferQueue is replaced by rows in memory for both, so what remains is the work itself. CPU time of one thread, the
-least of three; every case in a process of its own. `select` reads rewards and lengths, `decide_advantages` decides and writes the
-advantages.
+least of three; every case in a process of its own. `select` reads rewards and lengths, `decide_advantages` decides and
+writes the advantages.
 """
 
 from __future__ import annotations

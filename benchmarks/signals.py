@@ -21,7 +21,7 @@ import torch
 from trl_overhead import measure
 
 from rl_plugins.core.method import Method
-from rl_plugins.testing.delayed import Delayed, installed
+from rl_plugins.testing.delayed import installed
 
 ARMS: dict[str, set[str]] = {
     "nothing": set(),

@@ -100,7 +100,8 @@ class Browser:
 
     def click(self, selector: str, text: str = "") -> None:
         """Clicks the first element that a CSS selector names and that has a text, with the mouse."""
-        self._page.locator(selector, has_text=re.compile(re.escape(text))).first.click(force=True)  # what lies over it may get the click
+        found = self._page.locator(selector, has_text=re.compile(re.escape(text))).first
+        found.click(force=True)  # what lies over it may get the click
 
     def press(self, *keys: str) -> None:
         """Presses keys, one after another."""

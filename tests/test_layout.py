@@ -19,35 +19,35 @@ PACKAGE = Path(rl_plugins.__file__).parent
 ROOT = PACKAGE.parent
 
 # Names in these are kept from version to version. Every other module is private and may move.
-PUBLIC = """
-rl_plugins
-rl_plugins.core.denoising
-rl_plugins.core.estimators
-rl_plugins.core.groups
-rl_plugins.core.losses
-rl_plugins.core.redundancy
-rl_plugins.core.requests
-rl_plugins.diffusion
-rl_plugins.kit.agents
-rl_plugins.kit.judges
-rl_plugins.kit.masked
-rl_plugins.kit.priors
-rl_plugins.kit.services
-rl_plugins.lab.demo
-rl_plugins.testing
-rl_plugins.testing.engine
-rl_plugins.tools.attribution
-rl_plugins.tools.audit
-rl_plugins.tools.disaggregated
-rl_plugins.tools.fusion
-rl_plugins.tools.heads
-rl_plugins.tools.messages
-rl_plugins.tools.preferences
-rl_plugins.tools.supervised
-rl_plugins.trl
-rl_plugins.trl.asynchronous
-rl_plugins.trl.masked
-""".split()
+PUBLIC = [
+    "rl_plugins",
+    "rl_plugins.core.denoising",
+    "rl_plugins.core.estimators",
+    "rl_plugins.core.groups",
+    "rl_plugins.core.losses",
+    "rl_plugins.core.redundancy",
+    "rl_plugins.core.requests",
+    "rl_plugins.diffusion",
+    "rl_plugins.kit.agents",
+    "rl_plugins.kit.judges",
+    "rl_plugins.kit.masked",
+    "rl_plugins.kit.priors",
+    "rl_plugins.kit.services",
+    "rl_plugins.lab.demo",
+    "rl_plugins.testing",
+    "rl_plugins.testing.engine",
+    "rl_plugins.tools.attribution",
+    "rl_plugins.tools.audit",
+    "rl_plugins.tools.disaggregated",
+    "rl_plugins.tools.fusion",
+    "rl_plugins.tools.heads",
+    "rl_plugins.tools.messages",
+    "rl_plugins.tools.preferences",
+    "rl_plugins.tools.supervised",
+    "rl_plugins.trl",
+    "rl_plugins.trl.asynchronous",
+    "rl_plugins.trl.masked",
+]
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,7 @@ _FOR_SIGNAL: dict[str, dict[str, dict[str, Any]]] = {
         "verl": {"actor_rollout_ref.actor.use_kl_loss": True},
         "diffusion": {"beta": 0.04},
     },
-    "several_rewards": {
-        "verl": {"+rl_plugins.rewards.accuracy": 1, "+rl_plugins.rewards.format": 0.5}
-    },
+    "several_rewards": {"verl": {"+rl_plugins.rewards.accuracy": 1, "+rl_plugins.rewards.format": 0.5}},
     "engine": {"verl": {"actor_rollout_ref.rollout.name": "hf_cpu"}},
 }
 # A whole line of verl, so that the doctor finds nothing missing in it. Files and model stand for the user's own.
@@ -200,3 +198,15 @@ def hydra(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(hydra, value)) + "]"
     return "null" if value is None else str(value)
+
+
+def needs_masked(names: Iterable[str]) -> bool:
+    """Whether any of the methods sets an option of masked diffusion models."""
+    for name in names:
+        found = registry.load(name)
+        if isinstance(found, Bundle):
+            if needs_masked(found.parts):
+                return True
+        elif MASKED_OPTIONS & set(found.host_options.get("trl", {})):
+            return True
+    return False

@@ -93,15 +93,15 @@ def _print_run(argv: Sequence[str], world_size: int | None, masked: bool) -> lis
 def _masked(config: Path, methods: Sequence[str]) -> bool:
     """Whether the config or a method has an option of the trainer of masked diffusion models. A config or a name that
     cannot be read is told of later."""
+    from rl_plugins.cards.usage import needs_masked
     from rl_plugins.kit.masked import MASKED_OPTIONS
-    from rl_plugins.lab.demo.masked import needed
     from rl_plugins.runtime.config_text import read_yaml
     from rl_plugins.runtime.registry import parse_methods
 
     try:
         values = read_yaml(config, f"The config {config}") or {}
         named = parse_methods(list(methods) or values.get("methods"))
-        return bool(MASKED_OPTIONS & set(values)) or needed([n for n in named if not n.startswith("-")])
+        return bool(MASKED_OPTIONS & set(values)) or needs_masked([n for n in named if not n.startswith("-")])
     except (ConfigError, AttributeError, TypeError):
         return False
 

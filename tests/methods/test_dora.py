@@ -384,7 +384,7 @@ def test_data_control_equals_a_loop(data: st.DataObject) -> None:
 def test_bundle_and_refusals() -> None:
     stack = build_stack(["dora"])
     assert stack.names == ["dora_data", "dora_loss"]
-    with pytest.raises(ConfigError, match="loop_period must be at most 4"):
+    with pytest.raises(ConfigError, match="`loop_period` is 5"):
         data_method(loop_tokens=8, loop_period=5)
     with pytest.raises(ConfigError, match="neg_high"):
         loss_method(neg_high=1.0)

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_plugins.cards.usage import needs_masked
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.kit.masked import MASKED_OPTIONS
 from rl_plugins.lab.compare.attribution import Cube
 from rl_plugins.lab.compare.comparison import RunOptions, need_plots, run
 from rl_plugins.lab.compare.plan import Variant, make_plan, parse_variants
 from rl_plugins.lab.compare.trl import Trl
-from rl_plugins.lab.demo.masked import needed
 from rl_plugins.runtime.config_text import read_yaml
 from rl_plugins.runtime.registry import parse_method_params, parse_methods, select
 
@@ -66,7 +66,7 @@ def _cube(methods: Sequence[str], attribute: bool, pairs: int | None) -> Cube | 
 def _masked(variants: Sequence[Variant], values: Mapping[str, Any], extra: Sequence[str]) -> bool:
     """Whether the run is one of masked diffusion models: a method or the config sets an option of their trainer."""
     words = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in extra if word.startswith("--")}
-    return needed({name for variant in variants for name in variant.methods}) or bool(
+    return needs_masked({name for variant in variants for name in variant.methods}) or bool(
         MASKED_OPTIONS & {*values, *words}
     )
 

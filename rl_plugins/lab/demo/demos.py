@@ -9,6 +9,7 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from rl_plugins.cards.usage import needs_masked
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.lab.compare.comparison import RunOptions, need_plots, run
 from rl_plugins.lab.compare.plan import Comparison, Variant, make_plan, parse_variants
@@ -60,7 +61,7 @@ def demo_trl(methods: Sequence[str], options: RunOptions, long: bool) -> None:
     if agents.needed(names):
         _agents(variants, options, long, console)
         return
-    data, diffusion = options.out / "data", masked.needed(names)
+    data, diffusion = options.out / "data", needs_masked(names)
     path, load, made = (
         (masked_policy_path(), load_masked_policy, masked.config)
         if diffusion
@@ -162,7 +163,7 @@ def _flows(variants: Sequence[Variant], options: RunOptions, long: bool, console
 def demo_verl(methods: Sequence[str], options: RunOptions, long: bool) -> None:
     """The demo in verl's trainer on the CPU: one run at a time, because one is 19 processes."""
     from rl_plugins.lab.compare.verl import Verl
-    from rl_plugins.lab.demo import agents, flows, masked, settings, verl_data
+    from rl_plugins.lab.demo import agents, flows, settings, verl_data
     from rl_plugins.lab.demo.policy import policy_path
 
     need_plots()
@@ -178,7 +179,7 @@ def demo_verl(methods: Sequence[str], options: RunOptions, long: bool) -> None:
             f"{', '.join(names)}: verl does not train diffusion policies. Run `rl-plugins demo {' '.join(methods)}`, "
             f"which has a trainer of its own for them."
         )
-    if masked.needed(names):
+    if needs_masked(names):
         raise ConfigError(
             f"{', '.join(names)}: verl has no engine for masked diffusion models. Run `rl-plugins demo "
             f"{' '.join(methods)}`, which is on TRL."

@@ -10,26 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.core.method import Bundle
-from rl_plugins.kit.masked import MASKED_OPTIONS
 from rl_plugins.lab.demo import settings
 from rl_plugins.lab.demo.policy import MAX_COMPLETION_LENGTH
-from rl_plugins.runtime import registry
 
 PASSES = 3  # floor(log2 14), the number that `ass` has
 SHORT_STEPS, LONG_STEPS = 48, 160
-
-
-def needed(names: Iterable[str]) -> bool:
-    """Whether any of the methods sets an option of masked diffusion models."""
-    for name in names:
-        found = registry.load(name)
-        if isinstance(found, Bundle):
-            if needed(found.parts):
-                return True
-        elif MASKED_OPTIONS & set(found.host_options.get("trl", {})):
-            return True
-    return False
 
 
 def config(policy: Path, data: Path, methods: Iterable[str], long: bool) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from rl_plugins.core.rollouts import Completion, PlanRow, Shape, Update
 from rl_plugins.runtime import registry
 
 
-
 class Probe(Method):
     fidelity = "paper"
 
