@@ -1,9 +1,10 @@
 """APRIL against waiting for the longest rollout: a simulation of the schedule, and (--real) TRL trainers on the CPU.
 
 The simulation (`rl_plugins.testing.generation`) drives the real method and the real queue: 32 groups of 8, lengths
-log-normal (half of the variance of their logarithm between prompts), cut at 16 medians. Three engines: `free`, where a token takes
-as long whatever the number of rollouts; `slots`, which decodes at most 256 at once, as many as plain training needs;
-`busy`, where a token takes 1 + rollouts / 128 and reading one of a resumed rollout 0.01. Only generation is timed.
+log-normal (half of the variance of their logarithm between prompts), cut at 16 medians. Three engines: `free`, where a
+token takes as long whatever the number of rollouts; `slots`, which decodes at most 256 at once, as many as plain
+training needs; `busy`, where a token takes 1 + rollouts / 128 and reading one of a resumed rollout 0.01. Only
+generation is timed.
 
 --real trains a policy of 78 thousand parameters, which was taught completions with a long tail, with TRL's `generate`,
 8 groups of 8; arms take turns. `decode` is the CPU time (one thread) inside `generate`, `step` that of a training step.

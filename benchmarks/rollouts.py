@@ -4,8 +4,8 @@ Two parts, both on one CPU thread:
 
 1. Plain sampling, LATR, ARRoL and APRIL make rollouts of the warm-started demo policy for the same data, arms taking
    turns in one process. The learning rate is 0, so that every batch of every arm is made by the same policy.
-2. What keeping keys and values between requests (`rl_plugins.trl.generation.context_cache`) saves, for the demo policy and
-   for a wider one, whose time is arithmetic and not Python.
+2. What keeping keys and values between requests (`rl_plugins.trl.generation.context_cache`) saves, for the demo policy
+   and for a wider one, whose time is arithmetic and not Python.
 
     python benchmarks/rollouts.py --repeat 9
 """
