@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rl_plugins.commands.shared.options import DryRun, Host, TrainedIn
+from rl_plugins.commands.shared.options import DryRun, HostName, TrainedIn
 from rl_plugins.core.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ def bench(
         typer.Argument(metavar="[METHOD...]", help="Variants: `mc_grpo`, `vade+mc_grpo`.", show_default=False),
     ] = None,
     task: Annotated[list[str] | None, typer.Option(help="Task; may be repeated.")] = None,
-    host: TrainedIn = Host.trl,
+    host: TrainedIn = HostName.trl,
     setting: Annotated[str, typer.Option(help="All tasks with another value of a setting, e.g. noise.")] = "",
     every: Annotated[bool, typer.Option("--all", help="Run every method that has a claim.")] = False,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of every variant. A verdict takes at least 8.")] = 8,
@@ -81,7 +81,7 @@ def bench(
     from rl_plugins.lab.bench.verl_runs import run_verl
     from rl_plugins.lab.compare.comparison import need_plots
 
-    console, methods, verl = Console(), methods or [], host == Host.verl
+    console, methods, verl = Console(), methods or [], host == HostName.verl
     tasks = [*(task or []), *with_setting(setting)]
     if not (methods or every or tasks):
         tables.print_overview(console, Results.read(out))

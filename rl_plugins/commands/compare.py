@@ -12,7 +12,7 @@ from rl_plugins.commands.shared.options import (
     Budget,
     CostUnit,
     DryRun,
-    Host,
+    HostName,
     Jobs,
     MethodParams,
     TrainedIn,
@@ -31,7 +31,7 @@ def compare(
             show_default=False,
         ),
     ],
-    host: TrainedIn = Host.trl,
+    host: TrainedIn = HostName.trl,
     vs: Baseline = "grpo",
     seeds: Annotated[str, typer.Option(help="Number of seeds (3), or the seeds (4,7,11).")] = "3",
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("compare-results"),
@@ -64,7 +64,7 @@ def compare(
 
     options = RunOptions(out, parse_seeds(seeds), vs, jobs or 1, budget, dry_run)
     of_methods = (metric or [], method_params, attribute, attribute_pairs)
-    if host == Host.trl:
+    if host == HostName.trl:
         compare_trl(words, options, *of_methods, launcher)
         return
     one_job(jobs)

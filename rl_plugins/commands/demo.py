@@ -12,7 +12,7 @@ from rl_plugins.commands.shared.options import (
     Budget,
     CostUnit,
     DryRun,
-    Host,
+    HostName,
     Jobs,
     TrainedIn,
     one_job,
@@ -25,7 +25,7 @@ def demo(
     methods: Annotated[
         list[str] | None, typer.Argument(help="Methods; `vade+mc_grpo` is one variant with both.")
     ] = None,
-    host: TrainedIn = Host.trl,
+    host: TrainedIn = HostName.trl,
     vs: Baseline = "grpo",
     seeds: Annotated[
         str | None,
@@ -48,7 +48,7 @@ def demo(
     from rl_plugins.lab.compare.comparison import RunOptions
     from rl_plugins.lab.demo.demos import demo_trl, demo_verl, headline
 
-    if host == Host.verl:
+    if host == HostName.verl:
         one_job(jobs)
         folder = out or Path("demo-results/verl")
         options = RunOptions(folder, parse_seeds(seeds or "2"), vs, 1, budget, dry_run)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from rl_plugins.commands.shared.options import Host, MethodParams, OfRun, WorldSize
+from rl_plugins.commands.shared.options import HostName, MethodParams, OfRun, WorldSize
 from rl_plugins.core.errors import ConfigError
 
 HOSTS = ("trl", "verl")
@@ -19,7 +19,7 @@ SHOWN = ("torch", "transformers", "trl", "peft", "verl", "vllm")
 
 
 def doctor(
-    host: OfRun = Host.trl,
+    host: OfRun = HostName.trl,
     config: Annotated[Path | None, typer.Option(help="YAML config of a run of `trl grpo`.")] = None,
     methods: Annotated[list[str] | None, typer.Option(help="Names of the methods: a b, or a,b.")] = None,
     method_params: MethodParams = None,
@@ -42,7 +42,7 @@ def doctor(
       rl-plugins doctor --host verl -- trainer.v1.trainer_mode=rl_plugins_sync "+rl_plugins.methods=[vade]" ...
       rl-plugins doctor --host verl -- python -m verl.trainer.main_ppo data.train_batch_size=64 ...
     """
-    if host == Host.verl:
+    if host == HostName.verl:
         if config or methods or method_params or world_size:
             raise ConfigError(
                 "--config, --methods, --method-params and --world-size are for TRL. Give a run of verl by its "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rl_plugins.commands.shared.options import Force, Host, OfRun, WorldSize
+from rl_plugins.commands.shared.options import Force, HostName, OfRun, WorldSize
 from rl_plugins.commands.shared.overrides import with_overrides, words_of
 from rl_plugins.core.errors import ConfigError
 
@@ -35,7 +35,7 @@ def scale(
         ),
     ] = None,
     by: Annotated[int, typer.Option("--by", min=1, help="Factor on the samples per batch.")] = 2,
-    host: OfRun = Host.trl,
+    host: OfRun = HostName.trl,
     out: Annotated[Path | None, typer.Option(help="File of the new config.", show_default="stdout")] = None,
     force: Force = False,
     world_size: WorldSize = None,
@@ -65,7 +65,7 @@ def scale(
 
     if out is not None and out.exists() and not force:
         raise ConfigError(f"--out {out} exists. Nothing was written. Give another file, or --force to replace it.")
-    text, scaled = _verl(words or [], by, world_size) if host == Host.verl else _trl(words or [], by, world_size)
+    text, scaled = _verl(words or [], by, world_size) if host == HostName.verl else _trl(words or [], by, world_size)
     _print(scaled, by, Console(stderr=out is None, soft_wrap=False))
     if out is None:
         sys.stdout.write(text)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rl_plugins.commands.shared.options import Host, OfRun
+from rl_plugins.commands.shared.options import HostName, OfRun
 from rl_plugins.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def audit(
         list[str] | None,
         typer.Argument(metavar="CONFIG | -- OVERRIDES...", help="Your run.", show_default=False),
     ] = None,
-    host: OfRun = Host.trl,
+    host: OfRun = HostName.trl,
     out: Annotated[Path | None, typer.Option(help="Folder for report.html and report.json.")] = None,
     max_rows: Annotated[
         int, typer.Option(min=1, help="Dataset rows that are looked at; of a larger dataset a random sample.")
@@ -118,8 +118,8 @@ def audit(
     raise typer.Exit(int(bool(report.critical)))
 
 
-def _run(host: Host, words: Sequence[str]) -> Run:
-    if host == Host.verl:
+def _run(host: HostName, words: Sequence[str]) -> Run:
+    if host == HostName.verl:
         from rl_plugins.verl.offline import run_of_words
 
         if not words:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rl_plugins.commands.shared.options import DryRun, Force, Host
+from rl_plugins.commands.shared.options import DryRun, Force, HostName
 from rl_plugins.core.errors import ConfigError
 
 NEXT = {
@@ -24,7 +24,7 @@ NEXT = {
 
 def export(
     method: Annotated[str, typer.Argument(help="Method, e.g. mc_grpo.")],
-    host: Annotated[Host, typer.Option(help="Host that gets the contribution.")],
+    host: Annotated[HostName, typer.Option(help="Host that gets the contribution.")],
     into: Annotated[Path, typer.Option(help="Checkout of the host's repository, or an empty folder.")],
     force: Force = False,
     dry_run: DryRun = False,

@@ -11,7 +11,7 @@ import typer
 from rl_plugins.commands.shared.options import DryRun
 
 
-class Weights(enum.StrEnum):
+class WeightRule(enum.StrEnum):
     """Weights of the experts."""
 
     equal = "equal"
@@ -34,8 +34,8 @@ def fuse(
     ] = 1.0,
     erase: Annotated[bool, typer.Option(help="Drop signs against the majority, element by element.")] = True,
     weights: Annotated[
-        Weights, typer.Option(help="Weights of the experts: equal, or SCE's, by mean square [inferred].")
-    ] = Weights.equal,
+        WeightRule, typer.Option(help="Weights of the experts: equal, or SCE's, by mean square [inferred].")
+    ] = WeightRule.equal,
     seed: Annotated[int, typer.Option(help="Seed of the dropout.")] = 0,
     dry_run: DryRun = False,
 ) -> None:

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from rl_plugins.commands.shared.options import Force, Host, OfRun
+from rl_plugins.commands.shared.options import Force, HostName, OfRun
 from rl_plugins.core.errors import ConfigError
 
 
-class Adapter(enum.StrEnum):
+class AdapterKind(enum.StrEnum):
     """Adapters of PEFT that can be a head."""
 
     lora = "lora"
@@ -34,12 +34,12 @@ def write(
         str,
         typer.Option(help="Dataset column with the base policy's successes.", show_default="rollouts of each run"),
     ] = "",
-    adapter: Annotated[Adapter, typer.Option(help="Adapter of PEFT that is a head.")] = Adapter.lora,
+    adapter: Annotated[AdapterKind, typer.Option(help="Adapter of PEFT that is a head.")] = AdapterKind.lora,
     virtual_tokens: Annotated[
         int, typer.Option(min=1, help="Number of trained vectors, of prompt and prefix tuning.")
     ] = 20,
     text: Annotated[str | None, typer.Option(help="Text that prompt and prefix tuning start from.")] = None,
-    host: OfRun = Host.trl,
+    host: OfRun = HostName.trl,
     out: Annotated[Path, typer.Option(help="Folder for a file per head.")] = Path("heads"),
     force: Force = False,
 ) -> None:
@@ -66,18 +66,18 @@ def write(
 
     from rl_plugins.commands.heads.runs import Heads, trl_runs, verl_runs
 
-    if adapter == Adapter.lora and (text is not None or virtual_tokens != 20):
+    if adapter == AdapterKind.lora and (text is not None or virtual_tokens != 20):
         raise ConfigError(
             "--text and --virtual-tokens are for --adapter prompt_tuning and prefix_tuning; LoRA has no virtual "
             "tokens. Leave them out, or give another --adapter."
         )
-    suffix = "txt" if host == Host.verl else "yaml"
+    suffix = "txt" if host == HostName.verl else "yaml"
     files = [out / f"head_{head}.{suffix}" for head in range(heads)]
     there = [file for file in files if file.exists()]
     if there and not force:
         raise ConfigError(f"{there[0]} exists. Nothing was written. Give another --out, or --force to replace files.")
     made = Heads(heads, column, adapter.value, virtual_tokens, text)
-    texts = verl_runs(words or [], made) if host == Host.verl else trl_runs(words or [], made)
+    texts = verl_runs(words or [], made) if host == HostName.verl else trl_runs(words or [], made)
     out.mkdir(parents=True, exist_ok=True)
     for file, content in zip(files, texts, strict=True):
         file.write_text(content, encoding="utf-8")
@@ -89,9 +89,9 @@ def write(
         table.add_row(str(head), str(file), place if heads > 1 else "all prompts")
     console.print(table)
     start = f"rl-plugins trl grpo --config {files[0]}"
-    start = f"xargs -a {files[0]} python -m verl.trainer.main_ppo" if host == Host.verl else start
+    start = f"xargs -a {files[0]} python -m verl.trainer.main_ppo" if host == HostName.verl else start
     print(f"\nStart each head: {start}")
     if not column:
         print("Without --column every run sorts prompts by its own rollouts, so the slices of the heads may overlap.")
-    if adapter != Adapter.lora and text is None:
+    if adapter != AdapterKind.lora and text is None:
         print("Without --text the virtual tokens start at random, which ruins the policy at first.")

@@ -65,14 +65,16 @@ def _method(name: str, cls: str, hooks: Sequence[str]) -> str:
 
 
 def _imports(names: set[str]) -> list[str]:
-    """Import statements for names of this package."""
+    """Import statements for names of this package, in lines of at most 120 characters."""
     deeper = {home: names & set(of) for home, of in HOMES.items()}
-    of = {"rl_plugins": names - set().union(*deeper.values()), **deeper}
-    return [
-        f"from {home} import {', '.join(sorted(here, key=lambda n: (n.islower(), n)))}"
-        for home, here in of.items()
-        if here
-    ]
+    found = []
+    for home, here in {"rl_plugins": names - set().union(*deeper.values()), **deeper}.items():
+        listed = sorted(here, key=lambda n: (n.islower(), n))
+        line = f"from {home} import {', '.join(listed)}"
+        if len(line) > 120:
+            line = f"from {home} import (\n" + "".join(f"    {n},\n" for n in listed) + ")"
+        found += [line] if listed else []
+    return found
 
 
 def _tests(name: str, cls: str, module: str, hooks: Sequence[str]) -> str:

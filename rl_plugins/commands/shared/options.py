@@ -13,7 +13,7 @@ from rl_plugins.core.errors import ConfigError
 LOOK: dict[str, Any] = {"rich_markup_mode": None, "no_args_is_help": True, "add_completion": False}
 
 
-class Host(enum.StrEnum):
+class HostName(enum.StrEnum):
     """Where a run is trained."""
 
     trl = "trl"
@@ -30,8 +30,8 @@ class CostUnit(enum.StrEnum):
     model_passes = "model_passes"
 
 
-OfRun = Annotated[Host, typer.Option("--host", help="Host of the run.")]
-TrainedIn = Annotated[Host, typer.Option("--host", help="Host whose trainer runs.")]
+OfRun = Annotated[HostName, typer.Option("--host", help="Host of the run.")]
+TrainedIn = Annotated[HostName, typer.Option("--host", help="Host whose trainer runs.")]
 Baseline = Annotated[str, typer.Option("--vs", help="Baseline; grpo is the host without methods.")]
 Budget = Annotated[CostUnit, typer.Option("--budget", help="Cost unit in which all variants get the same budget.")]
 Jobs = Annotated[

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rl_plugins.commands.shared.options import Host
+from rl_plugins.commands.shared.options import HostName
 from rl_plugins.core.errors import ConfigError
 
 
@@ -19,7 +19,9 @@ def suggest(
     logs: Annotated[
         Path | None, typer.Option(help="Logs of a run: its folder, trainer_state.json, or a .jsonl file.")
     ] = None,
-    host: Annotated[Host | None, typer.Option(help="Host of the run.", show_default="that of the logs, or trl")] = None,
+    host: Annotated[
+        HostName | None, typer.Option(help="Host of the run.", show_default="that of the logs, or trl")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Suggest methods for the problem of a run.
@@ -39,7 +41,7 @@ def suggest(
             said = advice.from_text(text, answer.host)
             answer = replace(answer, suggestions=advice.joined([*said.suggestions, *answer.suggestions]))
     elif text is not None:
-        answer = advice.from_text(text, host or Host.trl)
+        answer = advice.from_text(text, host or HostName.trl)
     else:
         answer = advice.from_questions(host)
     print(json.dumps(advice.plain(answer), indent=2) if as_json else advice.shown(answer))

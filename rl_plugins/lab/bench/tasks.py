@@ -50,7 +50,7 @@ def fingerprint_of(*settings: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Task:
+class BenchTask:
     """One setting.
 
     Args:
@@ -137,71 +137,73 @@ class Task:
 AGENTS: Mapping[str, Any] = {"per_device_train_batch_size": 64, "max_steps": 30, "eval_steps": 10}
 
 
-def _staleness(updates: int) -> Task:
-    return Task(
+def _staleness(updates: int) -> BenchTask:
+    return BenchTask(
         f"staleness={updates - 1}",
         f"{updates} updates per generated batch, so that rollouts are up to {updates - 1} updates old",
         options={"steps_per_generation": updates, "max_steps": 48, "eval_steps": 12},
     )
 
 
-def _group(size: int) -> Task:
-    return Task(f"group={size}", f"{size} rollouts per prompt, as many rows", options={"num_generations": size})
+def _group(size: int) -> BenchTask:
+    return BenchTask(f"group={size}", f"{size} rollouts per prompt, as many rows", options={"num_generations": size})
 
 
 _TASKS = (
-    Task("neutral", "chains of 2 to 7 steps, one reward for the right answer, 8 rollouts per prompt"),
-    Task("difficulty=narrow", "all chains have 4 steps", Mix((4,)), Mix((4,))),
-    Task(
+    BenchTask("neutral", "chains of 2 to 7 steps, one reward for the right answer, 8 rollouts per prompt"),
+    BenchTask("difficulty=narrow", "all chains have 4 steps", Mix((4,)), Mix((4,))),
+    BenchTask(
         "difficulty=tail",
         "most chains have 2 steps, some up to 9",
         Mix((2, 3, 4, 5, 6, 7, 8, 9), (32, 16, 8, 8, 8, 8, 8, 8)),
         Mix((2, 4, 6, 8)),
     ),
-    Task(
+    BenchTask(
         "difficulty=unsolvable",
         "seven of ten prompts have a step that can only be guessed",
         Mix(unsolvable=0.7),
         Mix(),
     ),
-    Task(
+    BenchTask(
         "difficulty=repeated",
         "the chains of `difficulty=tail`, but 64 of them to train on, so that each comes back every eighth batch",
         Mix((2, 3, 4, 5, 6, 7, 8, 9), (32, 16, 8, 8, 8, 8, 8, 8)),
         Mix((2, 4, 6, 8)),
         prompts=64,
     ),
-    Task("rewards=1x", "a second reward of the same size for tidy answers", rewards={"right": 1.0, "tidy": 1.0}),
-    Task(
+    BenchTask("rewards=1x", "a second reward of the same size for tidy answers", rewards={"right": 1.0, "tidy": 1.0}),
+    BenchTask(
         "rewards=10x", "a second reward, ten times as large, for tidy answers", rewards={"right": 1.0, "tidy_10": 1.0}
     ),
-    Task(
+    BenchTask(
         "rewards=100x",
         "a second reward, a hundred times as large, for tidy answers",
         rewards={"right": 1.0, "tidy_100": 1.0},
     ),
-    Task(
+    BenchTask(
         "length=tail",
         "answers have a log-normal number of dots that mean nothing",
         Mix((1, 2, 3, 4), mode="l"),
         options={"max_completion_length": 32},
     ),
-    Task(
+    BenchTask(
         "length=penalty",
         "answers with dots as in `length=tail`, and a second reward for short answers",
         Mix((1, 2, 3, 4), mode="l"),
         rewards={"right": 1.0, "short": 0.5},
         options={"max_completion_length": 32},
     ),
-    Task(
+    BenchTask(
         "forks=30",
         "after each step a letter has to be chosen: three of ten tokens",
         Mix((1, 2, 3), mode="f"),
     ),
-    Task("noise=10", "the reward is turned around in one of ten rows", rewards={"noisy_10": 1.0}),
-    Task("noise=30", "the reward is turned around in three of ten rows", rewards={"noisy_30": 1.0}),
-    Task("noise=judge", "the judge believes three of ten wrong answers that end with `!`", rewards={"biased": 1.0}),
-    Task(
+    BenchTask("noise=10", "the reward is turned around in one of ten rows", rewards={"noisy_10": 1.0}),
+    BenchTask("noise=30", "the reward is turned around in three of ten rows", rewards={"noisy_30": 1.0}),
+    BenchTask(
+        "noise=judge", "the judge believes three of ten wrong answers that end with `!`", rewards={"biased": 1.0}
+    ),
+    BenchTask(
         "noise=graded", "a judge grades steps and answer, and likes answers that end with `!`", rewards={"graded": 1.0}
     ),
     _group(2),
@@ -210,15 +212,15 @@ _TASKS = (
     _staleness(2),
     _staleness(4),
     _staleness(16),
-    Task("prompts=16", "16 prompts to train on", prompts=16),
-    Task("prompts=wordings", "four wordings of each chain, with the same values after each step", Mix(mode="w")),
-    Task("agents=states", "agents in a grid, whose states repeat", environment="Grid"),
-    Task("agents=tools", "agents with a calculator, whose calls can fail", environment="Calculator"),
+    BenchTask("prompts=16", "16 prompts to train on", prompts=16),
+    BenchTask("prompts=wordings", "four wordings of each chain, with the same values after each step", Mix(mode="w")),
+    BenchTask("agents=states", "agents in a grid, whose states repeat", environment="Grid"),
+    BenchTask("agents=tools", "agents with a calculator, whose calls can fail", environment="Calculator"),
 )
-TASKS: Mapping[str, Task] = {task.name: task for task in _TASKS}
+TASKS: Mapping[str, BenchTask] = {task.name: task for task in _TASKS}
 
 
-def task_of(name: str) -> Task:
+def task_of(name: str) -> BenchTask:
     """A task by its name.
 
     Raises:

@@ -19,7 +19,7 @@ import yaml
 
 from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.lab.bench.tasks import Task
+from rl_plugins.lab.bench.tasks import BenchTask
 from rl_plugins.runtime import registry
 
 BASELINES: Mapping[str, Mapping[str, Any]] = {
@@ -87,7 +87,7 @@ class BenchVariant:
         """Module whose `main` trains."""
         return "rl_plugins.trl.commands.rloo" if self.is_rloo else "rl_plugins.trl.commands.script"
 
-    def check(self, task: Task) -> None:
+    def check(self, task: BenchTask) -> None:
         """
         Raises:
             ConfigError: RLOO where agents play.
@@ -95,7 +95,7 @@ class BenchVariant:
         if self.is_rloo and task.environment:
             raise ConfigError(f"TRL's RLOO plays no environments, so {self.label} does not run in {task.name}.")
 
-    def config(self, task: Task, config: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, task: BenchTask, config: Mapping[str, Any]) -> dict[str, Any]:
         """The config of the task with this variant in it."""
         methods, params = self.methods, {**self.params}
         if self.is_rloo:

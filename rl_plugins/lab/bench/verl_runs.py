@@ -14,7 +14,7 @@ from rl_plugins.core.errors import ConfigError
 from rl_plugins.lab.bench import chains
 from rl_plugins.lab.bench.results import BenchRun, Results
 from rl_plugins.lab.bench.runs import Waiting
-from rl_plugins.lab.bench.tasks import GROUP, LEARNING_RATE, ROWS, STEPS, TASKS, TEST_TRIES, WATCHED, Task, task_of
+from rl_plugins.lab.bench.tasks import GROUP, LEARNING_RATE, ROWS, STEPS, TASKS, TEST_TRIES, WATCHED, BenchTask, task_of
 from rl_plugins.lab.bench.variants import BenchVariant
 from rl_plugins.lab.compare.plan import Variant, make_plan
 from rl_plugins.lab.compare.runs import read_log, run_all
@@ -24,12 +24,12 @@ from rl_plugins.lab.demo import verl_data
 PARTS = tuple(name for name in WATCHED if name != "solved")  # a score in verl sees one completion
 
 
-def possible(task: Task) -> bool:
+def possible(task: BenchTask) -> bool:
     """Whether verl can train the task as TRL does."""
     return not task.options and not task.environment and set(task.rewards) <= set(PARTS)
 
 
-def write_data(task: Task, folder: Path) -> Path:
+def write_data(task: BenchTask, folder: Path) -> Path:
     """train.parquet and test.parquet of the task's prompts in verl's format."""
     import json
 
@@ -65,7 +65,7 @@ def compute_score(
     return {"score": parts["right"], **parts}
 
 
-def overrides(task: Task, data: Path, policy: Path, out: Path) -> list[str]:
+def overrides(task: BenchTask, data: Path, policy: Path, out: Path) -> list[str]:
     """Hydra overrides of every variant: those of the demo, with the numbers of the bench."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     ours: dict[str, Any] = {
