@@ -12,8 +12,8 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+import types
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import yaml
@@ -23,6 +23,7 @@ from waiting import NEVER
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 from rl_plugins.cards import catalog
+from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.info import info
 from rl_plugins.cards.usage import usage_of
 from rl_plugins.commands.cli import app
@@ -102,10 +103,10 @@ def test_list_for_programs(plugins):
         "does": registry.load("vade").does,
         "problems": list(registry.load("vade").problems),
         "arxiv": "2511.18902",
-        "title": registry.load("vade").paper.title,
+        "title": card_file("vade").paper.title,
         "hooks": ["select_prompts", "observe"],
         "hosts": ["trl", "verl"],
-        "fidelity": "paper",
+        "fidelity": "abstract",
         "problem": "",
     }
     assert found["dummy_both"]["kind"] == "bundle" and found["dummy_both"]["hooks"] == ["dummy_scale", "dummy_shift"]
@@ -132,10 +133,11 @@ def test_info_of_every_method_can_be_followed(name):
         again = build_stack(methods[: next((i for i, w in enumerate(methods) if w[:2] == "--"), None)], given)
         assert [m.params for m in again.methods] == [m.params for m in stack.methods]
         assert repr(config["methods"]) in text[text.index("GRPOConfig(methods=") :]
-    assert found.paper.url in text and found.paper.bibtex(name).splitlines()[0] in text
+    card = card_file(found)
+    assert card.paper.url in text and card.paper.bibtex(name).splitlines()[0] in text
     if not isinstance(found, Bundle):
         assert catalog.FIDELITY[found.fidelity] in text
-        assert found.use_when in text and found.avoid_when in text
+        assert card.use_when in text and card.avoid_when in text
         for needed in set(found.needs) - {f"column:{c}" for c in found.brings_columns}:
             assert SIGNALS.get(needed, needed.partition(":")[2]) in text
 
@@ -145,10 +147,11 @@ def test_what_a_card_says_of_the_source():
     for name in registry.all_names():
         found = registry.load(name)
         text = re.sub(r"\s+", " ", rl_plugins("info", name))
-        if not isinstance(found, Bundle) and found.fidelity == "paper":
+        if not isinstance(found, Bundle) and found.fidelity in ("paper", "abstract"):
             assert re.search(r"(was|were) read through|What was read", text), name
-        if found.paper.code:
-            assert found.paper.code in text and not re.search(r"[Nn]o (authors' )?code[^.;]* was published", text), name
+        code = card_file(found).paper.code
+        if code:
+            assert code in text and not re.search(r"[Nn]o (authors' )?code[^.;]* was published", text), name
     assert registry.load("d3s").fidelity == "reconstruction"
 
 
@@ -185,7 +188,7 @@ def bibtex(entry):
 
 @pytest.mark.parametrize("name", registry.all_names())
 def test_every_citation_is_bibtex(name):
-    paper = registry.load(name).paper
+    paper = card_file(name).paper
     kind, key, fields = bibtex(paper.bibtex(name))
     assert kind == "misc" and key == f"{name}{paper.year}" and fields["eprint"] == paper.arxiv
     assert re.sub(r"\\([%&#$_])", r"\1", fields["title"]) == paper.title
@@ -210,7 +213,7 @@ def test_what_is_no_bibtex(wrong):
 
 def test_info_shows_parameters_with_range_and_help_options_and_differences():
     text = rl_plugins("info", "mc_grpo")
-    assert "mad_eps = 0.001   (float, > 0)\n      constant added to the divisor of the advantages" in text
+    assert "mad_eps = 0.001   (float, > 0)\n      constant added to the divisor" in text
     assert "'mad' | 'none' | 'std'" in text and "- The GSM8K trainer of the authors" in text
     assert "plan, advantages, shape (hosts: trl, verl, diffusion)" in text
     text = rl_plugins("info", "gdpo")
@@ -245,7 +248,7 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
             continue
         beside = ["turn_control"] if {"turn_limits", "redundancy"} & set(found.needs) else []
         named = [*(registry.load(n) for n in beside), found]
-        stack = build_stack([*beside, name], {cls.name: dict(cls.example_params) for cls in named})
+        stack = build_stack([*beside, name], {cls.name: dict(card_file(cls).example_params) for cls in named})
         masked = usage_of(found).masked
         data = Rows([{"prompt": "1 + 1 ="}] * 512)
         data.column_names = ["prompt", *(n.partition(":")[2] for n in stack.needs if n.startswith("column:"))]
@@ -306,7 +309,7 @@ def test_check_of_a_class_that_is_not_installed(tmp_path, monkeypatch):
     assert "`dummy_shift` breaks the contract of a method:\n  - parameter `shift` has no help" in failed
     assert sys.path == before
     assert "cannot be loaded: AttributeError" in rl_plugins("check", "local_method:Nothing", status=2)
-    assert "must be a subclass of rl_plugins.Method" in rl_plugins("check", "local_method:PAPER", status=2)
+    assert "must be a subclass of rl_plugins.Method" in rl_plugins("check", "local_method:BOTH", status=2)
     assert "it must be a JSON object" in rl_plugins("check", "mc_grpo", "--params", "3", status=2)
 
 
@@ -335,8 +338,8 @@ def test_a_new_package_with_any_hook_keeps_the_contract_and_passes_its_tests(hoo
     printed = rl_plugins("check", f"rl_plugins_{name}:{cls}")
     assert "keeps the contract" in printed
     assert re.findall("warning      (.*)", printed) == [
-        "`use_when` is empty; one sentence helps users choose.",
-        "`avoid_when` is empty; one sentence helps users choose.",
+        "`use_when` of its card is empty; one sentence helps users choose.",
+        "`avoid_when` of its card is empty; one sentence helps users choose.",
     ]
     made = getattr(importlib.import_module(f"rl_plugins_{name}"), cls)
     assert issubclass(made, Method) and made.claims() == (hook,)
@@ -408,7 +411,7 @@ def test_new_into_what_is_no_folder_that_can_be_written(tmp_path):
 # ---- one broken plugin
 
 
-def test_list_outlives_every_plugin_that_is_broken(plugins, monkeypatch):
+def test_list_outlives_every_plugin_that_is_broken(plugins, monkeypatch, tmp_path):
     import rl_plugins_dummy.good as good
 
     def exits():
@@ -426,19 +429,24 @@ def test_list_outlives_every_plugin_that_is_broken(plugins, monkeypatch):
 
     class Needy(good.DummyScale):  # it can be loaded, and its example does not build
         name = "needy"
-        example_params: ClassVar = {"factor": -1}
 
-    class NoPaper(good.DummyScale):
-        name = "no_paper"
-        paper = "2402.03300"
+    class BadCard(good.DummyScale):
+        name = "bad_card"
+
+    theirs = types.ModuleType("theirs")
+    theirs.__file__ = str(tmp_path / "theirs.py")
+    monkeypatch.setitem(sys.modules, "theirs", theirs)
+    Needy.__module__ = BadCard.__module__ = "theirs"
+    (tmp_path / "needy.toml").write_text("example_params = { factor = -1 }\n")
+    (tmp_path / "bad_card.toml").write_text("paper = \n")
 
     broken = {
         "exits": exits,
         "raises": lambda: Raises,
         "median": lambda: Median,
         "needy": lambda: Needy,
-        "no_paper": lambda: NoPaper,
-        "no_parts": lambda: Bundle("no_parts", None, good.PAPER, ""),
+        "bad_card": lambda: BadCard,
+        "no_parts": lambda: Bundle("no_parts", None),
     }
     names, origins = registry.all_names(), registry._origins
     monkeypatch.setattr(registry, "all_names", lambda: sorted([*names, *broken]))
@@ -452,6 +460,7 @@ def test_list_outlives_every_plugin_that_is_broken(plugins, monkeypatch):
     assert found["vade"]["kind"] == "method" and found["vade"]["problem"] == ""
     assert "SystemExit: 0" in found["exits"]["problem"] and "no such model" in found["raises"]["problem"]
     assert "`factor` is -1" in found["needy"]["problem"] and "'median'" in found["median"]["problem"]
+    assert "bad_card.toml cannot be read" in found["bad_card"]["problem"]
     assert "Cannot be used" in rl_plugins("list")
 
 
@@ -971,7 +980,7 @@ def test_an_option_of_vllm_is_not_shown_as_set_without_it(run):
 def test_options_of_the_launcher_after_the_script_are_refused(run):
     from rl_plugins.trl.commands import script
 
-    with pytest.raises(ConfigError, match=r"accelerate launch --num_processes 2 -m rl_plugins\.trl\.script"):
+    with pytest.raises(ConfigError, match=r"accelerate launch --num_processes 2 -m rl_plugins\.trl\.commands\.script"):
         script.run(["--config", run(), "--num_processes", "2"])
 
 

@@ -23,6 +23,7 @@ from waiting import NEVER
 from rl_plugins.cards import catalog
 from rl_plugins.cards.info import info
 from rl_plugins.cards.usage import hydra, usage_of
+from rl_plugins.cards.card_file import card_file
 from rl_plugins.commands.cli import app
 from rl_plugins.core.method import HOOKS, Bundle
 from rl_plugins.runtime import registry, report
@@ -482,7 +483,7 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
         if isinstance(found, Bundle) or "verl" not in catalog.hosts_of(found):
             continue
         beside = ("turn_control",) if {"turn_limits", "redundancy"} & set(found.needs) else ()
-        params = {n: dict(registry.load(n).example_params) for n in (*beside, name)}
+        params = {n: dict(card_file(n).example_params) for n in (*beside, name)}
         settings = Settings((*beside, name), params, rewards={"correctness": 1.0, "format": 0.5})
         capabilities.check(settings.stack(), settings, queued if "admit" in found.claims() else config)
     offered = capabilities.verl_capabilities(build_stack([]), Settings(()), queued)
