@@ -1,7 +1,7 @@
 """Training that runs during generation, as a discrete-event simulation without a model: throughput and staleness.
 
 from functools import partial
-from rl_plugins.methods.areal import capacity
+from rl_plugins.methods.areal_admission import capacity
 from rl_plugins.testing.asynchronous import simulate, summary
 
 def seconds(group):  # that a group takes, as measured in your runs

@@ -51,7 +51,8 @@ folder, tests, out = sys.argv[1:]
 sys.path.insert(0, tests)
 from pathlib import Path
 from harness import make, stub_sampling, score
-from rl_plugins.trl import GRPOConfig, GRPOTrainer, script, doctor
+from rl_plugins.trl import GRPOConfig, GRPOTrainer
+from rl_plugins.trl.commands import doctor, script
 
 def same():
     for o, then in zip(owners, before):
