@@ -16,6 +16,7 @@ import types
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 from waiting import NEVER
@@ -26,6 +27,7 @@ from rl_plugins.cards import catalog
 from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.info import info
 from rl_plugins.cards.usage import usage_of
+from rl_plugins.commands import cli
 from rl_plugins.commands.cli import app
 from rl_plugins.core.errors import ConfigError, did_you_mean
 from rl_plugins.core.method import HOOKS, SIGNALS, Bundle, Method
@@ -59,18 +61,27 @@ def process(*command: str, path: Path | None = None, cwd: Path | None = None) ->
 # ---- the command itself
 
 
+COMMANDS = sorted(typer.main.get_command(app).commands)
+
+
+def test_each_command_is_a_file_or_folder_of_its_name():
+    places = {p.stem for p in Path(cli.__file__).parent.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+    assert places - {"__init__", "cli", "shared"} == {name.replace("-", "_") for name in COMMANDS}
+
+
 def test_help_loads_no_framework():
     code = (
         "import sys\nfrom rl_plugins.commands.cli import app\n"
-        "for a in [['--help'], *([c, '--help'] for c in ('list', 'info', 'check', 'new', 'doctor', 'trl'))]:\n"
+        f"for a in [['--help'], *([c, '--help'] for c in {COMMANDS})]:\n"
         "    try: app(a)\n"
         "    except SystemExit as e: assert not e.code\n"
-        "print(sorted({m.split('.')[0] for m in sys.modules} & {'numpy', 'torch', 'trl', 'transformers', 'yaml'}))"
+        "print(sorted({m.split('.')[0] for m in sys.modules} & "
+        "{'numpy', 'torch', 'trl', 'transformers', 'yaml', 'matplotlib', 'pyarrow'}))"
     )
     done = process("-c", code)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
-    for command in ("list", "info", "check", "new", "doctor", "trl"):
-        assert re.search(rf"^  {command}  ", done.stdout, re.M)
+    for command in COMMANDS:
+        assert command == "docs" or re.search(rf"^  {command}  ", done.stdout, re.M)
 
 
 def test_an_error_is_one_paragraph_and_status_2():
