@@ -11,7 +11,7 @@ turns within a repetition, so that ratios between them share the machine's noise
 
 `program` is the dynamic program of `gdro_rollout` for 512 prompts in 10 bins, groups of 8, 2 to 24 rollouts each.
 
-`history` is `rl_plugins.kit.evidence.History(50)`: 512 outcomes added and 512 rates read. `save` writes the state of
+`history` is `rl_plugins.kit.prompt_memory.History(50)`: 512 outcomes added and 512 rates read. `save` writes the state of
 `few seen` as a checkpoint does, on the wall.
 """
 
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_plugins.kit.evidence import Counts, History
+from rl_plugins.kit.prompt_memory import Counts, History
 from rl_plugins.kit.thompson import SCORES, best_draws
 from rl_plugins.methods.gdro_rollout import allocate
 from rl_plugins.runtime.state import save_state

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from rl_plugins.kit import thompson
-from rl_plugins.kit.evidence import Counts
+from rl_plugins.kit.prompt_memory import Counts
 from rl_plugins.kit.thompson import SCORES, Draws, best_draws, largest_density
 
 SIZE, N, DRAWS = 400, 12, 800

@@ -25,7 +25,7 @@ from torch import Tensor
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.groups import Groups
 from rl_plugins.core.params import FUNCTION, MethodParams, param
-from rl_plugins.kit.evidence import Counts
+from rl_plugins.kit.prompt_memory import Counts
 from rl_plugins.kit.services import Service, number, prompt_text
 
 if TYPE_CHECKING:

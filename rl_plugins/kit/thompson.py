@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.kit.evidence import SMALL
+from rl_plugins.kit.prompt_memory import SMALL
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 Rates = np.ndarray[Any, np.dtype[np.float64]]

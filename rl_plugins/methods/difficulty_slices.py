@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, MethodParams, StateError, param
 from rl_plugins.core.rollouts import PromptPool, Rollouts, Run, Tokens
-from rl_plugins.kit.evidence import Counts
 from rl_plugins.kit.priors import Column
+from rl_plugins.kit.prompt_memory import Counts
 
 COUNTS = Counts(("right", "trials"))
 OWN, OTHERS = "own", "others"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, MethodParams, StateError, param
 from rl_plugins.core.rollouts import Budget, Plan, PlanRow, PromptPool, Rollouts, Run, Tokens
-from rl_plugins.kit.evidence import Counts
+from rl_plugins.kit.prompt_memory import Counts
 
 COUNTS = Counts(("right", "trials", "gains"))
 Ids = NDArray[np.int64]

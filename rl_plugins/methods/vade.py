@@ -11,7 +11,7 @@ import torch
 
 from rl_plugins import ConfigError, Groups, Method, MethodError, MethodParams, StateError, param
 from rl_plugins.core.rollouts import PromptPool, Rollouts, Run, Tokens
-from rl_plugins.kit.evidence import SMALL, Counts
+from rl_plugins.kit.prompt_memory import SMALL, Counts
 from rl_plugins.kit.thompson import SCORES, best_draws
 
 COUNTS = Counts(("alpha", "beta"))

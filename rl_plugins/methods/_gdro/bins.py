@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Run, StateError, param
 from rl_plugins.core.params import Is
-from rl_plugins.kit.evidence import History, settled_bins
+from rl_plugins.kit.prompt_memory import History, settled_bins
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class BinParams(MethodParams):
 
 
 class Binned(Method):
-    """Base of both methods. State: `history` (`kit.evidence.History`) and `bin` (dataset size,) int16, the last bin of
+    """Base of both methods. State: `history` (`kit.prompt_memory.History`) and `bin` (dataset size,) int16, the last bin of
     every prompt except the extremes, -1 before its first batch."""
 
     fidelity = "code"

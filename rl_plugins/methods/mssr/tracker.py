@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Run, StateError, Tokens, param
-from rl_plugins.kit.evidence import Counts
 from rl_plugins.kit.priors import Column
+from rl_plugins.kit.prompt_memory import Counts
 
 COUNTS = Counts(("alpha", "beta"))
 
