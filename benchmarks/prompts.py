@@ -11,8 +11,8 @@ turns within a repetition, so that ratios between them share the machine's noise
 
 `program` is the dynamic program of `gdro_rollout` for 512 prompts in 10 bins, groups of 8, 2 to 24 rollouts each.
 
-`history` is `rl_plugins.kit.prompt_memory.History(50)`: 512 outcomes added and 512 rates read. `save` writes the state of
-`few seen` as a checkpoint does, on the wall.
+`history` is `rl_plugins.kit.prompt_memory.History(50)`: 512 outcomes added and 512 rates read. `save` writes the
+state of `few seen` as a checkpoint does, on the wall.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from operations import allocated
 
-from rl_plugins.kit import evidence
+from rl_plugins.kit import prompt_memory
 from rl_plugins.kit.prompt_memory import Counts, History, bins, settled_bins
 from rl_plugins.runtime.state import load_state, save_state, snapshot
 
