@@ -23,7 +23,7 @@ def rows(*numbers: int) -> torch.Tensor:
 @pytest.mark.parametrize("small", [0, 65_536])
 @pytest.mark.parametrize("others", [1.0, 0.9, 0.05])
 def test_counts_are_those_of_a_loop(small: int, others: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence, "SMALL", small)
+    monkeypatch.setattr(prompt_memory, "SMALL", small)
     rng, counts, size = np.random.default_rng(0), Counts(("right", "wrong")), 7
     state = counts.start(size, 0.5)
     assert counts.most(state) == 1.0
@@ -57,7 +57,7 @@ def test_counts_are_those_of_a_loop(small: int, others: float, monkeypatch: pyte
 
 
 def test_a_visit_costs_what_its_rows_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence, "SMALL", 0)
+    monkeypatch.setattr(prompt_memory, "SMALL", 0)
     used = []
     for size in (1_000, 1_000_000):
         counts, history = Counts(), History(8)

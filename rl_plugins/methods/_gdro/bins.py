@@ -53,8 +53,8 @@ class BinParams(MethodParams):
 
 
 class Binned(Method):
-    """Base of both methods. State: `history` (`kit.prompt_memory.History`) and `bin` (dataset size,) int16, the last bin
-    of every prompt except the extremes, -1 before its first batch."""
+    """Base of both methods. State: `history` (`kit.prompt_memory.History`) and `bin` (dataset size,) int16, the last
+    bin of every prompt except the extremes, -1 before its first batch."""
 
     fidelity = "code"
     Params = BinParams
