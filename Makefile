@@ -89,6 +89,7 @@ test-deepspeed: .venv-deepspeed/ready
 
 # The page of `rl-plugins inspect` in a real browser, which must be installed (Debian: apt-get install chromium).
 test-browser: .venv/ready-test
+	$(PIP) -c constraints.txt -e '.[browser]'
 	.venv/bin/python -m pytest -m browser tests/test_inspect_views.py $(PYTEST)
 
 clean:

@@ -80,6 +80,9 @@ def test_a_card_is_found_by_the_name_of_an_installed_method(theirs, monkeypatch)
     [
         ('use_wen = "Always."', "use_wen.*did you mean.*use_when"),
         ("use_when = Always", "must be a TOML file"),
+        ('[paper]\narxiv = "2601.00001"\n', "paper.*title"),
+        ("paper = 3", "paper"),
+        ('[paper]\ntitel = "x"', "paper.*titel"),
     ],
 )
 def test_what_no_card_can_say_is_refused(theirs, text, said):

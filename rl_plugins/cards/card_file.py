@@ -129,7 +129,11 @@ def _read(place: Path, name: str) -> CardFile:
         values["paper"] = shared.paper
         values.setdefault("paper_settings", shared.paper_settings)
     elif "paper" in values:
-        values["paper"] = Paper(**values["paper"])
+        try:
+            values["paper"] = Paper(**values["paper"])
+        except TypeError as e:
+            allowed = ", ".join(f.name for f in fields(Paper))
+            raise ConfigError(f"`paper` of the card {place}: {e}. It must be a table with {allowed}.") from e
     values["disagreements"] = tuple(" ".join(text.split()) for text in values.get("disagreements", ()))
     values["claims"] = tuple(values.get("claims", ()))
     return CardFile(name, **values)

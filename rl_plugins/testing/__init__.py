@@ -36,9 +36,3 @@ __all__ = [
     "one_step",
     "start_stack",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "make_steps":
-        raise MethodError("`rl_plugins.testing.make_steps` is called `make_turns` now.")
-    raise AttributeError(f"module 'rl_plugins.testing' has no attribute {name!r}")
