@@ -6,9 +6,7 @@ check_method(MyMethod)
 
 from __future__ import annotations
 
-from typing import Any
 
-from rl_plugins.core.errors import MethodError
 from rl_plugins.testing.contract import check_method
 from rl_plugins.testing.data import (
     make_plan,
