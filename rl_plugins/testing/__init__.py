@@ -6,7 +6,6 @@ check_method(MyMethod)
 
 from __future__ import annotations
 
-
 from rl_plugins.testing.contract import check_method
 from rl_plugins.testing.data import (
     make_plan,
