@@ -1,5 +1,6 @@
 """Errors that tests expect. A test asserts the type and what the text names: an option, a method, a hook, a number. The
-whole texts are kept in messages.txt, which is compared once, when all tests have run.
+whole texts are kept in messages.txt. It is compared once, when all tests have run, and a difference is shown: a message
+may be written better without a failing test. With CHECK_MESSAGES=1 a difference fails the run.
 
 `UPDATE_MESSAGES=1 make test` writes the file; any other run of pytest with it writes the part of its tests.
 """
