@@ -355,7 +355,7 @@ def test_refused_by_the_trainer(folder, monkeypatch):
         trl.SFTTrainer(str(folder / "policy"), make(folder, **OTR).args, train_dataset=dataset())
     other = trl.SFTConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none")
     other.loss_type = "otr"
-    with raises(ConfigError, match=r"SFTConfig.*rl_plugins\.trl\.sft"):
+    with raises(ConfigError, match=r"SFTConfig.*rl_plugins\.trl\.commands\.sft"):
         sft.SFTTrainer(str(folder / "policy"), other, train_dataset=dataset())
 
     from accelerate import Accelerator
@@ -402,7 +402,7 @@ def test_what_the_command_refuses(folder, monkeypatch):
         script.sort_arguments(arguments(folder, "--otr_bets", "1"), script.SFT)
     with raises(ConfigError, match=r"`rl-plugins trl grpo`"):
         script.sort_arguments(arguments(folder, "--methods", "vade"), script.SFT)
-    with raises(ConfigError, match=r"rl_plugins\.trl\.sft"):
+    with raises(ConfigError, match=r"rl_plugins\.trl\.commands\.sft"):
         sft.run(arguments(folder, "--num_processes", "2"))
     started = []
     monkeypatch.setattr("accelerate.commands.launch.launch_command", started.append)
