@@ -10,12 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_plugins.core.errors import ConfigError, MethodError
-from rl_plugins.core.method import Method
-from rl_plugins.core.requests import Prompt
-from rl_plugins.core.rollouts import Carried, Plan, PlanRow, PromptPool, Queue, Rollouts, Run, Tokens
-from rl_plugins.runtime import registry
-from rl_plugins.testing import make_plan, make_rollouts, make_run, make_tokens
+from rl_plugins.core.rollouts import Plan, PlanRow
+from rl_plugins.testing import make_rollouts
 
 
 @given(st.integers(0, 12), st.integers(0, 2**32 - 1))
@@ -69,41 +65,6 @@ def test_a_rollout_of_one_row_is_that_row():
     )
 
 
-OLD = [
-    (lambda: make_rollouts([1.0]).step, "Rollouts.step", "batch"),
-    (lambda: make_rollouts([1.0]).steps, "Rollouts.steps", "turns"),
-    (lambda: make_tokens(make_rollouts([1.0])).step, "Tokens.step", "turn"),
-    (lambda: make_plan().step, "Plan.step", "batch"),
-    (lambda: make_plan().rows[0].prompt, "PlanRow.prompt", "prompt_index"),
-    (lambda: PlanRow(prompt=1, group=0, n=1), "PlanRow.prompt", "prompt_index"),
-    (lambda: make_rollouts([1.0], step=3), "Rollouts.step", "batch"),
-    (lambda: make_plan().replace(step=3), "Plan.step", "batch"),
-    (lambda: make_run().generation_steps, "Run.generation_steps", "total_batches"),
-    (lambda: PromptPool(1, (), (), None, 0).step, "PromptPool.step", "batch"),
-    (lambda: Queue((), 1, 1, 0).step, "Queue.step", "batch"),
-    (lambda: Carried(1, 1, 0, (), (), ()).prompt, "Carried.prompt", "prompt_index"),
-    (lambda: Prompt((1,), "x", {}, 1, 1, 1, None).step, "Prompt.step", "batch"),  # type: ignore[arg-type]
-]
-
-
-@pytest.mark.parametrize(("use", "old", "new"), OLD, ids=[f"{old} {i}" for i, (_, old, _) in enumerate(OLD)])
-def test_an_old_name_is_an_error_that_tells_the_new_one(use, old, new):
-    with pytest.raises(MethodError, match=rf"`{old}` is called `{new}` now"):
-        use()
-
-
 def test_records_keep_their_fields_and_equality():
     assert PlanRow(1, 0, 2) == PlanRow(prompt_index=1, group=0, n=2) != PlanRow(1, 0, 3)
     assert Plan((), 4, 8, batch=3).replace(round=1) == Plan((), 4, 8, round=1, batch=3)
-    for cls, old in ((Rollouts, "step"), (Tokens, "step"), (Run, "generation_steps")):
-        assert old not in cls.__dataclass_fields__
-
-
-def test_an_old_signal_is_refused_when_the_class_is_loaded():
-    class Mine(Method):
-        name = "mine"
-        fidelity = "paper"
-        needs = frozenset({"steps"})
-
-    with pytest.raises(ConfigError, match='`mine` needs the signal "steps", which is called "turns" now'):
-        registry.check_class(Mine, "mine", "here")
