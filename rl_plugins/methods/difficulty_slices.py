@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, MethodParams, StateError, param
+from rl_plugins import ConfigError, Groups, Idle, Method, MethodParams, StateError, param
 from rl_plugins.core.rollouts import PromptPool, Rollouts, Run, Tokens
 from rl_plugins.kit.priors import Column
 from rl_plugins.kit.prompt_memory import Counts
@@ -50,7 +50,6 @@ class DifficultySlices(Method):
 
     Raises:
         ConfigError: head i is not below n; more heads than prompts; no such column or number in it; a stream.
-        MethodError: more prompts are asked for than are left.
         StateError: the state belongs to a dataset of another size.
 
     Source: arXiv 2509.12603 (Diverse parallel-scaled RL), as two independent notes describe it. No code was found.
@@ -123,11 +122,6 @@ class DifficultySlices(Method):
                 f"weights."
             )
         taken = np.unique(np.array([i for i in pool.taken if i >= 0], dtype=np.int64))  # a foreign prompt is -1
-        if n > pool.size - len(taken):
-            raise MethodError(
-                f"{n} prompts are to be chosen, but only {pool.size - len(taken)} of the dataset's {pool.size} are "
-                f"left. Make the batch smaller (fewer prompts, or more rollouts per prompt) or the dataset larger."
-            )
         own_free, others_free = self._free(taken, pool.batch)
         if not len(self._members[OTHERS]):
             if len(pool.proposal) == n and not len(taken):

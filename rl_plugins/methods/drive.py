@@ -164,11 +164,6 @@ class Drive(Method):
         left = taken | set(chosen)
         rest = (i for i in range(pool.size) if i not in left)
         chosen += [i for i, _ in zip(rest, range(n - len(chosen)), strict=False)]
-        if len(chosen) < n:
-            raise MethodError(
-                f"{n} prompts are to be chosen, but only {len(chosen)} of the dataset's {pool.size} are left. Make the "
-                f"batch smaller (fewer prompts, or more rollouts per prompt) or the dataset larger."
-            )
         return chosen
 
     def plan(self, plan: Plan) -> Plan | None:

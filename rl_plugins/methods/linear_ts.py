@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Method, MethodError, MethodParams, PromptPool, Rollouts, Run, Tokens, param
+from rl_plugins import ConfigError, Groups, Method, MethodParams, PromptPool, Rollouts, Run, Tokens, param
 from rl_plugins.core.errors import did_you_mean, shown
 from rl_plugins.kit.priors import cell
 
@@ -72,7 +72,6 @@ class LinearTS(Method):
 
     Raises:
         ConfigError: no such column, one value, or more than 1000; a stream; a parameter out of range.
-        MethodError: more prompts are asked for than are left.
 
     Source: arXiv 2505.15155; `rdagent/scenarios/qlib/proposal/bandit.py` of the authors' code for the defaults.
     """
@@ -156,11 +155,6 @@ class LinearTS(Method):
         taken = np.array(sorted({i for i in pool.taken if i >= 0}), dtype=np.int64)  # a foreign prompt is -1
         free = np.array([len(prompts) for prompts in self._prompts])
         free = free - np.bincount(self._arm.numpy()[taken], minlength=len(free))
-        if n > free.sum():
-            raise MethodError(
-                f"{n} prompts are to be chosen, but only {free.sum()} of the dataset's {pool.size} are left. Make the "
-                f"batch smaller (fewer prompts, or more rollouts per prompt) or the dataset larger."
-            )
         count, owed = shares(self._weights(pool.batch), n, free, self.state["owed"].numpy())
         self.state["owed"] = torch.from_numpy(owed)
         without = set(taken.tolist())

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from rl_plugins import ConfigError, Groups, Method, MethodError, MethodParams, StateError, param
+from rl_plugins import ConfigError, Groups, Method, MethodParams, StateError, param
 from rl_plugins.core.rollouts import PromptPool, Rollouts, Run, Tokens
 from rl_plugins.kit.prompt_memory import SMALL, Counts
 from rl_plugins.kit.thompson import SCORES, best_draws
@@ -40,7 +40,6 @@ class Vade(Method):
 
     Raises:
         ConfigError, StateError: a dataset without a length, or of another length than the state's.
-        MethodError: more prompts are asked for than are left.
 
     Source: arXiv 2511.18902 and its project page VADE-RL/VADE-RL.github.io; the code that it names is missing.
     """
@@ -77,11 +76,6 @@ class Vade(Method):
     def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
         state = self._counts(pool.size)
         taken = {i for i in pool.taken if i >= 0}  # a foreign prompt is -1
-        if n > pool.size - len(taken):
-            raise MethodError(
-                f"{n} prompts are to be chosen, but only {pool.size - len(taken)} of the dataset's {pool.size} are "
-                f"left. Make the batch smaller (fewer prompts, or more rollouts per prompt) or the dataset larger."
-            )
         score, rng = SCORES[self.params.score], self.rng("prompts")
         draws = best_draws(partial(COUNTS.of, state), pool.size, COUNTS.most(state), score, n, taken, rng)
         chosen: list[int] = draws.rows.tolist()

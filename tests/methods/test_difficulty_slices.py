@@ -174,14 +174,6 @@ def test_taken_prompts_are_not_chosen_and_come_first_the_next_time() -> None:
     assert choose(late, 1, batch=2) == [dealt[2]]
 
 
-def test_more_prompts_than_are_left() -> None:
-    stack, _ = made(values=list(range(SIZE)), heads=2)
-    with pytest.raises(MethodError, match="21 prompts are to be chosen, but only 20 of the dataset's 20 are left"):
-        choose(stack, 21)
-    with pytest.raises(MethodError, match="only 18 of the dataset's 20 are left"):
-        choose(stack, 19, taken=(1, 2, -1))
-
-
 def test_seeds_and_global_generators() -> None:
     values = list(range(SIZE))
     a, b, c = (several(made(seed=s, values=values, heads=2)[0], 6, 3) for s in (1, 1, 2))

@@ -267,14 +267,6 @@ def test_taken_prompts_are_never_chosen_and_a_foreign_one_takes_no_place() -> No
     assert sorted(choose(stack, 6, 4, taken=(-1, 5, 0))) == [1, 2, 3, 4]
 
 
-def test_more_prompts_than_there_are() -> None:
-    stack, _ = vade_stack(8)
-    with pytest.raises(MethodError, match=r"9 prompts are to be chosen, but only 8 of the dataset's 8 are left. Make"):
-        choose(stack, 8, 9)
-    with pytest.raises(MethodError, match="only 6 of the dataset's 8 are left"):
-        choose(stack, 8, 7, taken=(1, 2))
-
-
 def test_without_evidence_all_prompts_are_alike() -> None:
     stack, _ = vade_stack(20)
     count = np.zeros(20)

@@ -247,11 +247,6 @@ class Dots(Method):
         had = [i for i in self.state["had"] if i not in without]
         logits[had] = logits.min() - 1e6 / p.temperature  # behind all others
         logits[list(without)] = -torch.inf
-        if n > size - len(without):
-            raise MethodError(
-                f"{n} more prompts are to be chosen, but only {size - len(without)} of the dataset's {size} are left. "
-                f"Make the batch smaller or the dataset larger."
-            )
         chosen: list[int] = draw(logits, n, self.rng(f"draw {len(without)}")).tolist()
         return chosen
 
