@@ -49,7 +49,7 @@ class DifficultySlices(Method):
     counts, and which prompts are in the slice.
 
     Raises:
-        ConfigError: head i is not below n; more heads than prompts; no such column or number in it; a stream.
+        ConfigError: head i is not below n; more heads than prompts; no such column or number in it.
         StateError: the state belongs to a dataset of another size.
 
     Source: arXiv 2509.12603 (Diverse parallel-scaled RL), as two independent notes describe it. No code was found.
@@ -94,11 +94,7 @@ class DifficultySlices(Method):
             self._successes(run)
 
     def start(self, run: Run) -> None:
-        if run.dataset_size is None:
-            raise ConfigError(
-                "the dataset is a stream, whose prompts cannot be sorted; give one with random access, or remove "
-                "`difficulty_slices`."
-            )
+        assert run.dataset_size is not None  # `needs` has the prompt_index, which a stream lacks
         self.check(run)
         size = run.dataset_size
         self._orders: dict[str, tuple[int, Ids]] = {}

@@ -47,7 +47,7 @@ class Drive(Method):
     State: phase, set, position in its order, estimates. A run resumed in the middle of a phase continues exactly.
 
     Raises:
-        ConfigError: lists of unequal length; sizes that rise or exceed the dataset; a limit above the host's; a stream.
+        ConfigError: lists of unequal length; sizes that rise or exceed the dataset; a limit above the host's.
         MethodError, StateError: a batch with fewer rows than a phase has rollouts per prompt; another dataset's state.
 
     Source: arXiv 2511.06307, abstract, and two independent notes. No code was found.
@@ -139,8 +139,7 @@ class Drive(Method):
         return found
 
     def start(self, run: Run) -> None:
-        if run.dataset_size is None:
-            raise ConfigError("the dataset is a stream; give one with random access, or remove `drive`.")
+        assert run.dataset_size is not None  # `needs` has the prompt_index, which a stream lacks
         self.check(run)
         self._size = run.dataset_size
         begin = sum(self.params.batches)

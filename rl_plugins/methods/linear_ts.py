@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Method, MethodParams, PromptPool, Rollouts, Run, Tokens, param
 from rl_plugins.core.errors import did_you_mean, shown
-from rl_plugins.kit.priors import cell
+from rl_plugins.kit.priors import cell, dataset_of
 
 Array = NDArray[np.float64]
 
@@ -71,7 +71,7 @@ class LinearTS(Method):
     context.
 
     Raises:
-        ConfigError: no such column, one value, or more than 1000; a stream; a parameter out of range.
+        ConfigError: no such column, one value, or more than 1000; a parameter out of range.
 
     Source: arXiv 2505.15155; `rdagent/scenarios/qlib/proposal/bandit.py` of the authors' code for the defaults.
     """
@@ -119,12 +119,7 @@ class LinearTS(Method):
 
     def start(self, run: Run) -> None:
         p = self.params
-        if run.dataset is None or run.dataset_size is None:
-            raise ConfigError(
-                "the dataset is a stream, whose rows cannot be chosen; give one with random access, or remove "
-                "`linear_ts`."
-            )
-        values = [str(v) for v in column_values(run.dataset, p.column, run.dataset_size)]
+        values = [str(v) for v in column_values(dataset_of(run), p.column, run.dataset_size or 0)]
         self._names = sorted(set(values))
         count, d = len(self._names), len(p.context)
         if not 1 < count <= MOST_ARMS:

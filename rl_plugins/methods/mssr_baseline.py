@@ -41,7 +41,7 @@ class MssrBaseline(Tracked):
     State: alpha, beta, kl.
 
     Raises:
-        ConfigError: a parameter out of range; a dataset without a length.
+        ConfigError: a parameter out of range.
         StateError: the counts are those of a smaller dataset.
 
     Source: arXiv 2512.18215; `MVSRValueTracker`, `compute_mvsr_advantage` in the authors' `verl/trainer/core_algos.py`.

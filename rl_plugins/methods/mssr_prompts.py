@@ -37,7 +37,7 @@ class MssrPrompts(Tracked):
     from `self.rng`: the smallest of variable / weight are a sample without replacement.
 
     Raises:
-        ConfigError: a parameter out of range; a dataset without a length.
+        ConfigError: a parameter out of range.
         StateError: the counts belong to a dataset of another length.
 
     Source: arXiv 2512.18215 and `MVSRPrioritizedSampler` in `verl/trainer/core_algos.py` of the authors' code.

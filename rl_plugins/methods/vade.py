@@ -39,7 +39,7 @@ class Vade(Method):
     State: alpha, beta. Draws are from `self.rng`; of more than 65,536 prompts not every p_i is drawn.
 
     Raises:
-        ConfigError, StateError: a dataset without a length, or of another length than the state's.
+        StateError: the state is of a dataset of another length.
 
     Source: arXiv 2511.18902 and its project page VADE-RL/VADE-RL.github.io; the code that it names is missing.
     """
@@ -67,10 +67,7 @@ class Vade(Method):
                 )
 
     def start(self, run: Run) -> None:
-        if run.dataset_size is None:
-            raise ConfigError(
-                "the dataset is a stream without a length; give one with random access, or remove `vade`."
-            )
+        assert run.dataset_size is not None  # `needs` has the prompt_index, which a stream lacks
         self.state = COUNTS.start(run.dataset_size)
 
     def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:

@@ -411,8 +411,6 @@ def test_what_a_run_must_have():
     with pytest.raises(ConfigError, match="`n_first` is 5, and the batch has room for 4 rollouts per prompt"):
         cascade(n_first=5)
     method = BestPerm(BestPerm.Params(hints_column="hints"))
-    with pytest.raises(MethodError, match="the dataset is a stream"):
-        start_stack(method, run=make_run(dataset=None, dataset_size=None))
     for column in ("image", "images", "videos"):
         with pytest.raises(ConfigError, match=f"the prompts have {column}, and rounds under other prompts"):
             start_stack(method, run=make_run(dataset=Table(), columns=("prompt", column)))

@@ -322,8 +322,6 @@ def test_a_column_that_holds_no_numbers(values: list[Any], message: str) -> None
 def test_datasets_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match="`heads` is 8, and the dataset has 4 prompts, so a slice would be empty"):
         made(4)
-    with pytest.raises(ConfigError, match="the dataset is a stream, whose prompts cannot be sorted"):
-        DifficultySlices().start(make_run(dataset_size=None))
     with pytest.raises(ConfigError, match="has no column `other` \\(it has: base\\)"):
         made(3, values=[1, 2, 3], heads=2, column="other")
 

@@ -433,11 +433,6 @@ def test_what_does_not_fit_is_refused(params: dict[str, Any], message: str) -> N
         Host(dots(**params))
 
 
-def test_a_stream_is_refused() -> None:
-    with pytest.raises(MethodError, match="the dataset is a stream"):
-        start_stack(dots(), run=make_run(dataset_size=None))
-
-
 def test_pass_rates_outside_of_0_and_1_are_refused() -> None:
     for reference in ("now", "previous"):
         host = Host(dots(reference=reference, cycle=1), scale=3.0)

@@ -343,9 +343,7 @@ def test_what_does_not_fit_the_run(params: dict[str, Any], text: str) -> None:
         drive(**params)
 
 
-def test_streams_two_budgets_and_groups_larger_than_a_batch_are_refused() -> None:
-    with pytest.raises(ConfigError, match="stream"):
-        Drive().start(make_run(dataset_size=None))
+def test_two_budgets_and_groups_larger_than_a_batch_are_refused() -> None:
     with pytest.raises(ConfigError, match="how many rollouts prompts get"):
         build_stack(["v0", "drive"], {"drive": {"rollouts": [8, 8, 8, 8]}})
     assert not Drive().decides_rollouts

@@ -486,10 +486,7 @@ def test_nested_fields_count_as_columns():
     assert method._names == DOMAINS and method._arm.tolist()[:4] == [0, 1, 2, 0]
 
 
-def test_streams_and_missing_columns_are_refused():
-    method = LinearTS(LinearTS.Params(column="domain"))
-    with pytest.raises(MethodError, match="the dataset is a stream, whose rows cannot be chosen"):
-        start_stack(method, run=make_run(dataset=None, dataset_size=None))
+def test_missing_columns_are_refused():
     capabilities = HostCapabilities("trl", "0", ("select_prompts", "observe"), {}, (), {}, ("prompt", "topic"), {})
     with pytest.raises(ConfigError, match=r"the dataset has no column `domain` \(it has: prompt, topic\). Add it."):
         preflight(build_stack(["linear_ts"], {"linear_ts": {"column": "domain"}}), capabilities)

@@ -428,8 +428,8 @@ def test_what_does_not_fit_the_run() -> None:
         ps_grpo([0, 1, 2])
     with pytest.raises(ConfigError, match="row 1 of the dataset has no value in the column"):
         ps_grpo([0, None, 0])
-    with pytest.raises(ConfigError, match="a stream"):
-        PsGrpo().start(make_run(dataset_size=None))
+    with pytest.raises(ConfigError, match="they are not on this machine"):
+        PsGrpo().start(make_run(dataset=None))
     with pytest.raises(ConfigError, match="no column `paraphrase_set_id`"):
         PsGrpo().start(make_run(dataset=StoredDataset({"prompt": ["a", "b"]}), dataset_size=2))
     with pytest.raises(ConfigError, match="`alpha` and `gamma` are both 0"):

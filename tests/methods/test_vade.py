@@ -434,8 +434,6 @@ def test_another_dataset_is_refused() -> None:
         choose(stack, 23, 4)
     with pytest.raises(MethodError, match="but prompt 30 was trained"):
         observe(stack, make_rollouts([1.0, 0.0], group_size=2, prompt_index=[30, 30]))
-    with pytest.raises(MethodError, match="dataset is a stream"):
-        start_stack(Vade(), run=make_run(dataset_size=None))
 
 
 # ---- parameters

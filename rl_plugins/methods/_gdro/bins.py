@@ -62,11 +62,7 @@ class Binned(Method):
 
     def start(self, run: Run) -> None:
         p = self.params
-        if run.dataset_size is None:
-            raise ConfigError(
-                f"the dataset is a stream, but the history of a prompt belongs to a dataset row. Give "
-                f"a dataset with random access, or remove `{self.name}`."
-            )
+        assert run.dataset_size is not None  # `needs` has the prompt_index, which a stream lacks
         self._history = History(p.history)
         self.state = {
             "history": self._history.start(run.dataset_size),

@@ -64,11 +64,6 @@ class Tracked(Method):
         self.needs = frozenset({"prompt_index"} | kl | column)
 
     def start(self, run: Run) -> None:
-        if run.dataset_size is None:
-            raise ConfigError(
-                f"the dataset is a stream, but the counts belong to dataset rows. Use a dataset with random access, or "
-                f"remove `{self.name}`."
-            )
         self.state = self._initial(self._known(run))
 
     def _initial(self, known: Tensor) -> dict[str, Any]:

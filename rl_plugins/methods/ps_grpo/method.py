@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, StateError
 from rl_plugins.core.errors import shown
 from rl_plugins.core.rollouts import Budget, Plan, PromptPool, Rollouts, Run
-from rl_plugins.kit.priors import cell
+from rl_plugins.kit.priors import cell, dataset_of
 from rl_plugins.kit.services import number
 from rl_plugins.methods.ps_grpo.params import PsGrpoParams
 from rl_plugins.methods.ps_grpo.texts import Ids, Matrix, Texts, Vocabulary
@@ -60,7 +60,7 @@ class PsGrpo(Method):
     sampled comparisons come from `self.rng`.
 
     Raises:
-        ConfigError: a set larger than the batch; no set of two wordings; no length; rows that name no set.
+        ConfigError: a set larger than the batch; no set of two wordings; rows that name no set.
         MethodError: a set larger than the batch; an answer that is no text; not one similarity in [0, 1] per pair.
         StateError: the state belongs to a dataset with other sets.
 
@@ -108,8 +108,6 @@ class PsGrpo(Method):
         )
 
     def start(self, run: Run) -> None:
-        if run.dataset is None or run.dataset_size is None:
-            raise ConfigError("the dataset is a stream; give one with random access, or remove `ps_grpo`.")
         self._of = self._sets(run)
         self._check_sets(self._of, run)
         alone = int((self._of.size == 1).sum())
@@ -122,7 +120,7 @@ class PsGrpo(Method):
 
     def _sets(self, run: Run) -> Sets:
         column = self.params.set_column
-        dataset, size = run.dataset, run.dataset_size or 0
+        dataset, size = dataset_of(run), run.dataset_size or 0
         return Sets.of(
             list(dataset[column]) if self._whole_column(run) else [cell(dataset, i, column) for i in range(size)],
             column,
