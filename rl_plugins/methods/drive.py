@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, MethodParams, StateError, param
+from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, MethodParams, param
 from rl_plugins.core.rollouts import Budget, Plan, PlanRow, PromptPool, Rollouts, Run, Tokens
 from rl_plugins.kit.prompt_memory import Counts
 
@@ -48,7 +48,7 @@ class Drive(Method):
 
     Raises:
         ConfigError: lists of unequal length; sizes that rise or exceed the dataset; a limit above the host's.
-        MethodError, StateError: a batch with fewer rows than a phase has rollouts per prompt; another dataset's state.
+        MethodError: a batch with fewer rows than a phase has rollouts per prompt.
 
     Source: arXiv 2511.06307, abstract, and two independent notes. No code was found.
     """
@@ -201,7 +201,6 @@ class Drive(Method):
         own = each.prompt_index >= 0
         scored = own & ~torch.isnan(each.reward)
         prompts = Groups(each.prompt_index[scored])
-        self._check_rows(prompts.ids)
         right = prompts.sum((each.reward[scored] >= p.success_threshold).double())
         trials = prompts.size.double()
         before, tried, _ = COUNTS.of(self.state, prompts.ids)
@@ -243,8 +242,6 @@ class Drive(Method):
 
     def _enter(self, batch: int) -> None:
         """Makes the sets of the phases that have started."""
-        if len(self.state["right"]) != self._size:
-            self._check_rows(torch.tensor([self._size]))
         phase, sizes = sum(batch >= end for end in accumulate(self.params.batches)), self._sizes(self._size)
         while self.state["phase"] < phase:
             j = self.state["phase"] = self.state["phase"] + 1
@@ -265,15 +262,6 @@ class Drive(Method):
             raise MethodError(
                 f"`rollouts` is {list(self.params.rollouts)[:8]}, and the batch trains {plan.budget} rows, which hold "
                 f"no group of {most}. Make the batch larger or the groups smaller."
-            )
-
-    def _check_rows(self, prompts: Tensor) -> None:
-        size = len(self.state["right"])
-        if len(prompts) and int(prompts.max()) >= size:
-            raise StateError(
-                f"The state has estimates for {size} prompts, and this dataset has more (row {int(prompts.max())}). "
-                f"They belong to dataset rows: resume with the dataset of the checkpoint, or start a new run from its "
-                f"weights."
             )
 
     # ---- prompts of the set

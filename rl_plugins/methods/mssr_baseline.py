@@ -42,7 +42,6 @@ class MssrBaseline(Tracked):
 
     Raises:
         ConfigError: a parameter out of range.
-        StateError: the counts are those of a smaller dataset.
 
     Source: arXiv 2512.18215; `MVSRValueTracker`, `compute_mvsr_advantage` in the authors' `verl/trainer/core_algos.py`.
     """

@@ -14,7 +14,7 @@ from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.core.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Completion, PlanRow, Rollouts
 from rl_plugins.methods.best_perm import BestPerm, best_permutation, upper_bound
@@ -347,13 +347,6 @@ def test_a_resumed_run_goes_on_exactly(tmp_path: Path):
     for stack in (whole, resumed):
         one_step(stack, generate(stack, rewards, (3, 4, 5), 6)[1], budget=18)
     assert dict(method.state) == dict(other.state) and sum(method.state["accepted"]) > 0
-
-
-def test_state_of_another_dataset_is_refused():
-    stack, method = cascade()
-    method.state["accepted"] = [1]
-    with pytest.raises(StateError, match="The state of `best_perm` belongs to another dataset"):
-        cascade()[0].load_state_dict(stack.state_dict("one"), "another")
 
 
 def test_the_better_hint_is_tried_first_in_time():

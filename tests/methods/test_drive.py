@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.core.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Completion, Plan, PlanRow, PromptPool
 from rl_plugins.methods.drive import Drive, hardest
@@ -286,15 +286,6 @@ def test_resume_in_the_middle_of_a_phase(at: int, tmp_path: Path) -> None:
         assert batch(stack, method, rate) == batch(other, twin, rate)
     for name in ("right", "trials", "gains", "set"):
         assert torch.equal(method.state[name], twin.state[name])
-
-
-def test_the_state_of_another_dataset_is_refused(tmp_path: Path) -> None:
-    stack, method = drive(sizes=[0.5], batches=[])
-    batch(stack, method, np.zeros(SIZE))
-    other, twin = drive(size=20, sizes=[0.5], batches=[])
-    twin.state = method.state
-    with pytest.raises(StateError, match="estimates for 16 prompts"):
-        twin.plan(Plan((PlanRow(0, 0, 4),), 4, 16))
 
 
 def test_batches_planned_ahead_show_as_outside() -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.core.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import PromptPool, Rollouts
 from rl_plugins.methods.brorl import BroRL
@@ -425,14 +425,6 @@ def test_a_resumed_run_goes_on_exactly(tmp_path: Path):
     assert train(whole, rate, 4) == train(resumed, rate, 4)
     assert torch.equal(method.state["mean"], other.state["mean"])
     assert choose(whole, 6) == choose(resumed, 6)
-
-
-def test_state_of_another_dataset_is_refused():
-    stack, _ = ts_stack()
-    observe(stack, make_rollouts([1.0, 0.0], [0, 0], prompt_index=[0, 0]))
-    other, _ = ts_stack(["a", "b"] * 15)
-    with pytest.raises(StateError, match="The state of `linear_ts` belongs to another dataset"):
-        other.load_state_dict(stack.state_dict("one"), "another")
 
 
 def test_beside_a_method_that_decides_the_rollouts():

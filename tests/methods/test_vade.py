@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_method import acting
 
-from rl_plugins.core.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Method
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Plan, PromptPool, Rollouts
@@ -422,18 +422,6 @@ def test_state_survives_a_file_bit_by_bit_and_continues_alike(tmp_path: Path) ->
         assert torch.equal(resumed.state[name], method.state[name])
     assert train(second, rate, 7) == history[5:]
     assert torch.equal(second.methods[0].state["alpha"], whole.methods[0].state["alpha"])
-
-
-def test_another_dataset_is_refused() -> None:
-    stack, _ = vade_stack(24)
-    saved = stack.state_dict("data")
-    with pytest.raises(StateError, match="belongs to another dataset"):
-        vade_stack(24)[0].load_state_dict(saved, "other data")
-    # and where the fingerprint did not tell, the length does
-    with pytest.raises(MethodError, match="alpha for 24 and beta for 24 prompts, but the dataset has 23 prompts"):
-        choose(stack, 23, 4)
-    with pytest.raises(MethodError, match="but prompt 30 was trained"):
-        observe(stack, make_rollouts([1.0, 0.0], group_size=2, prompt_index=[30, 30]))
 
 
 # ---- parameters

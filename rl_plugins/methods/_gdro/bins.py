@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Run, StateError, param
+from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Run, param
 from rl_plugins.core.params import Is
 from rl_plugins.kit.prompt_memory import History, settled_bins
 
@@ -70,17 +70,7 @@ class Binned(Method):
         }
 
     def bins_of(self, prompts: Tensor) -> Tensor:
-        """(n,) int64 bin of each of these dataset rows (>= 0).
-
-        Raises:
-            StateError: a row that the dataset of the state does not have.
-        """
-        size = len(self.state["bin"])
-        if len(prompts) and int(prompts.max()) >= size:
-            raise StateError(
-                f"The state has bins for {size} prompts, but prompt {int(prompts.max())} was given. Bins belong to "
-                f"dataset rows: resume with the dataset of the checkpoint, or start a new run from its weights."
-            )
+        """(n,) int64 bin of each of these dataset rows (>= 0)."""
         p, rate = self.params, self._history.rate(self.state["history"], prompts).nan_to_num(nan=0.0)
         found = self.state["bin"][prompts].long().clamp(min=0)
         return torch.where(extreme(rate), p.count - 1, found) if p.exclude_extremes else found
