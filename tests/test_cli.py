@@ -721,6 +721,7 @@ def test_a_dry_run_of_plain_trl(run):
 def test_a_dry_run_names_what_would_fail(run, changes, problem):
     text = rl_plugins("trl", "grpo", "--config", run(**changes), "--dry-run", status=1)
     assert re.search(problem, text[text.rindex("problem") :]), text
+    assert "`start`" not in text, "what the pre-flight check refuses is not started"
 
 
 def test_a_dry_run_of_a_masked_diffusion_model(run):

@@ -238,6 +238,32 @@ def test_selecting_from_a_stream_is_refused():
     refused(lambda: plan_of(m, pool=None), "`picky` selects prompts, and the dataset is a stream", "random access")
 
 
+@pytest.mark.parametrize(("proposal", "pool"), [((3, 1, 4), 2), ((), 2), (range(4), 3)])
+def test_more_prompts_than_the_dataset_has_are_refused_before_a_method_is_asked(proposal, pool):
+    asked = []
+    m = method("picky", select_prompts=lambda pool, n: asked.append(n))
+    n = len(proposal) or 3
+    refused(
+        lambda: plan_of(m, proposal=proposal, budget=4 * n, pool=pool),
+        f"`picky` is to select {n} prompts, and only {pool} of the dataset's {pool} are left",
+        "Make the batch smaller",
+    )
+    assert not asked
+
+
+def test_all_prompts_of_the_dataset_may_be_selected():
+    """A batch takes them all, and what would fill it is cut to what is left: nothing is asked for twice."""
+    asked = []
+
+    def select(pool, n):
+        asked.append(n)
+        return [i for i in range(pool.size) if i not in pool.taken][:n]
+
+    one_each = method(select_prompts=select, plan=each(lambda r: r.replace(n=1)))
+    assert sorted(r.prompt_index for r in plan_of(one_each, pool=3).rows) == [0, 1, 2] and asked == [3]
+    assert sorted(r.prompt_index for r in plan_of(one_each, pool=5).rows) == [0, 1, 2, 3, 4] and asked == [3, 3, 2]
+
+
 # ---- illegal plans
 
 ROW = PlanRow(0, 0, 1)

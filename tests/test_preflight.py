@@ -141,6 +141,38 @@ def test_engine_signals_are_missing_by_kind_or_one_by_one():
     assert check(m, missing_signals={"engine:logprobs=20": "no engine."}) == {}
 
 
+OF_ROWS = {  # what they keep or read belongs to dataset rows -> parameters without which there is no instance
+    "best_perm": {"templates": ["{prompt}"]},
+    "difficulty_slices": {},
+    "dots": {"embeddings": "no such file"},
+    "drive": {},
+    "gdro_prompt": {},
+    "gdro_rollout": {},
+    "linear_ts": {"column": "answer"},
+    "mssr_baseline": {},
+    "mssr_prompts": {},
+    "ps_grpo": {},
+    "v0": {"prior": "beta"},
+    "v0_5": {},
+    "vade": {},
+    "xrpo_seeds": {},
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_a_stream_is_refused_before_any_method_starts(name, monkeypatch):
+    """So no method asks again in `start` whether the dataset is a stream."""
+    stack = build_stack([name], {name: OF_ROWS[name]})
+    (m,) = stack.methods
+    monkeypatch.setattr(m, "start", lambda run: pytest.fail("it was started"))
+    stream = run_with(group_size=8, dataset=None, dataset_size=None)
+    missing = {"prompt_index": "the dataset is a stream."}
+    columns = ("prompt", "answer", "paraphrase_set_id")
+    assert problems(m, columns=columns, missing_signals=missing, **stream) == [
+        f"`{name}` needs {SIGNALS['prompt_index']}: the dataset is a stream."
+    ]
+
+
 def test_a_column_the_dataset_lacks_and_columns_that_are_not_known():
     m = method("m", needs={"column:solution"})
     assert named(m) == ["`m` `column:solution` `solution`"]

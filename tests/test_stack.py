@@ -25,6 +25,7 @@ from rl_plugins.core.params import MethodParams, build_params, param
 from rl_plugins.core.rollouts import Shape
 from rl_plugins.methods.april import April
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.resume import needs_state, resume, save_run
 from rl_plugins.runtime.stack import MethodStack, build_stack, check_max_unrewarded_batches
@@ -614,6 +615,34 @@ def test_a_run_is_saved_and_resumed_with_everything_it_needs(tmp_path):
     record = resumed(second, tmp_path)
     assert record["inside"] is True and record["step"] == 8
     assert plain(second.state_dict("data")) == plain(first.state_dict("data")) and second.batch == 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("best_perm", "difficulty_slices", "drive", "gdro_prompt", "gdro_rollout", "linear_ts"),
+        *("mssr_baseline", "mssr_prompts", "ps_grpo", "vade", "xrpo_seeds"),
+    ],
+)
+@pytest.mark.parametrize("rows", [15, 17])
+def test_what_belongs_to_dataset_rows_is_not_resumed_with_another_dataset(name, rows, tmp_path):
+    """Fingerprints of datasets of other lengths differ, so no method compares lengths again."""
+    params = {"linear_ts": {"column": "kind"}, "best_perm": {"templates": ["{prompt}"]}}.get(name, {})
+
+    def started(size):
+        data = [{"prompt": f"p{i}", "kind": i % 2, "paraphrase_set_id": i // 2} for i in range(size)]
+        run = make_run(dataset=data, dataset_size=size)
+        return start_stack(*build_stack([name], {name: params}).methods, run=run), fingerprint(data)
+
+    (stack, of_run), (other, now) = started(16), started(rows)
+    save_run(tmp_path, stack.state_dict(of_run), 8)
+    before = repr(plain(other.state_dict(now)))  # NaN is equal to NaN
+    with pytest.raises(
+        StateError, match=rf"`{name}` belongs to another dataset \(fingerprint 16 rows, .*, now {rows} rows, "
+    ):
+        resumed(other, tmp_path, fingerprint=now)
+    assert repr(plain(other.state_dict(now))) == before
+    assert resumed(started(16)[0], tmp_path, fingerprint=of_run)
 
 
 NEED_THEIRS = {

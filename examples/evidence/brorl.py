@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,10 @@ import torch
 from common import arguments, named, points, record, save, summary
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from rl_plugins.lab.compare.figures import panels
-from rl_plugins.methods.brorl import BroRL, mass_balance
+from rl_plugins.methods.brorl import BroRL
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 
@@ -39,6 +41,75 @@ SIZES = (4, 16, 64, 256, 1024, 4096)
 GROUP_SIZES = (4, 16, 64, 256, 512)
 TOKENS, CORRECT, DRAWS = 1000, 0.05, 200
 ROLLOUTS, PROMPTS, ANSWERS = 4096, 256, 200
+
+
+@dataclass(frozen=True)
+class MassBalance:
+    """What one update does to the probability of all correct tokens, to first order in eta.
+
+    Attributes:
+        reward: S_R, mean reward under p of the sampled tokens.
+        step: dz, the change of each logit.
+        sampled_correct, sampled_wrong: never negative for right >= 0 >= wrong.
+        unsampled: can be negative; goes to 0 as fewer tokens are left unsampled.
+        total: their sum, the change of the probability.
+    """
+
+    reward: Tensor
+    step: Tensor
+    sampled_correct: Tensor
+    sampled_wrong: Tensor
+    unsampled: Tensor
+    total: Tensor
+
+
+def mass_balance(
+    p: Tensor, correct: Tensor, sampled: Tensor, right: float = 1.0, wrong: float = -1.0, eta_over_n: float = 1.0
+) -> MassBalance:
+    """Theorem 1 of the paper: a softmax over tokens, whose logits go up the gradient of the reward of sampled tokens.
+
+        S_R = R_c sum_{S, C} p + R_w sum_{S, W} p,   dz_j = (eta / N) p_j (R_j 1[j in S] - S_R)
+        dQ  = (eta / N) [(R_c - S_R) Q_W A2 + (S_R - R_w) Q_C B2 + S_R (Q_C U_W2 - Q_W U_C2)]
+
+    C are the correct tokens, W the others, S the sampled ones and U the rest. Q is a sum of p; A2, B2, U_C2, U_W2 are
+    sums of p^2 over S and C, S and W, U and C, U and W. Only the whole of the correct tokens is protected: a single one
+    can lose probability for any N.
+
+    Args:
+        p: (..., tokens) probabilities that sum to 1. correct, sampled: (..., tokens) bool, C and S. right, wrong: R_c
+        and R_w, rewards of correct and other tokens. eta_over_n: learning rate / number of samples.
+
+    Returns:
+        Numbers (...,) float64, and `step` (..., tokens).
+
+    Raises:
+        ValueError: shapes differ, or probabilities do not sum to 1.
+    """
+    if p.shape != correct.shape or p.shape != sampled.shape:
+        raise ValueError(
+            f"p, correct and sampled are {tuple(p.shape)}, {tuple(correct.shape)} and {tuple(sampled.shape)}; they "
+            f"must have the same shape."
+        )
+    p = p.double()
+    if bool(((p.sum(-1) - 1).abs() > 1e-6).any()):
+        raise ValueError(f"p sums to {float(p.sum(-1).flatten()[0]):g}; probabilities of one place must sum to 1.")
+
+    def over(values: Tensor, *masks: Tensor) -> Tensor:
+        for mask in masks:
+            values = torch.where(mask, values, 0.0)
+        return values.sum(-1)
+
+    reward = right * over(p, sampled, correct) + wrong * over(p, sampled, ~correct)
+    of_token = torch.where(correct, p.new_tensor(right), p.new_tensor(wrong))
+    step = eta_over_n * p * (torch.where(sampled, of_token, 0.0) - reward[..., None])
+    q_correct, q_wrong = over(p, correct), over(p, ~correct)
+    sampled_correct = eta_over_n * (right - reward) * q_wrong * over(p**2, sampled, correct)
+    sampled_wrong = eta_over_n * (reward - wrong) * q_correct * over(p**2, sampled, ~correct)
+    coupling = q_correct * over(p**2, ~sampled, ~correct) - q_wrong * over(p**2, ~sampled, correct)
+    unsampled = eta_over_n * reward * coupling
+    return MassBalance(
+        reward, step, sampled_correct, sampled_wrong, unsampled, sampled_correct + sampled_wrong + unsampled
+    )
 
 
 def balance(n: int, seed: int) -> dict[str, float]:

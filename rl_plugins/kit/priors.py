@@ -111,7 +111,7 @@ class Column(Prior):
         self.needs = Prior.needs | {f"column:{name}"}
 
     def start(self, run: Run) -> dict[str, Any]:
-        self._dataset, self._size = _dataset(run), run.dataset_size
+        self._dataset, self._size = dataset_of(run), run.dataset_size
         return {}
 
     def predict(self, state: Mapping[str, Any], prompts: Tensor) -> Tensor:
@@ -141,8 +141,7 @@ class RunningMean(Prior):
         self.decay, self.guess_unseen = decay, guess_unseen
 
     def start(self, run: Run) -> dict[str, Any]:
-        if run.dataset_size is None:
-            raise ConfigError("the dataset is a stream without a length; a prior that remembers prompts needs one.")
+        assert run.dataset_size is not None  # `needs` has the prompt_index, which a stream lacks
         return {**self.counts.start(run.dataset_size), "mean_sum": 0.0, "mean_count": 0}
 
     def predict(self, state: Mapping[str, Any], prompts: Tensor) -> Tensor:
@@ -195,7 +194,7 @@ class ContextPrior(Prior):
         self.needs = Prior.needs | {f"column:{prompt_column}"}
 
     def start(self, run: Run) -> dict[str, Any]:
-        self._dataset = _dataset(run)
+        self._dataset = dataset_of(run)
         return {"prompt": torch.zeros(0, dtype=torch.int64), "value": torch.zeros(0, dtype=torch.float64), "batches": 0}
 
     def observe(
@@ -306,9 +305,14 @@ def make_prior(params: PriorParams, low: float, high: float, guess_unseen: bool 
     return (BetaPosterior if params.prior == "beta" else RunningMean)(params.prior_decay, guess_unseen)
 
 
-def _dataset(run: Run) -> Any:
+def dataset_of(run: Run) -> Any:
+    """The dataset, for those that read its rows in `start`.
+
+    Raises:
+        ConfigError: it is not on this machine, as in a dry run.
+    """
     if run.dataset is None:
-        raise ConfigError("the dataset is a stream; a prior that reads its rows needs one with random access.")
+        raise ConfigError("its rows are read before the run begins, and they are not on this machine.")
     return run.dataset
 
 

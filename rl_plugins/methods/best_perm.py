@@ -51,7 +51,7 @@ class BestPerm(Method):
     State: `accepted`, `rejected` per hint, `cascades`.
 
     Raises:
-        ConfigError: not one source of hints, a template without {prompt}, too few values, a stream, images.
+        ConfigError: not one source of hints, a template without {prompt}, too few values, images.
         MethodError: hints of a prompt are no list of texts, or more than `values`.
 
     Source: arXiv 2401.08961, problem and oracle BestPerm; without code, hints and language models.
@@ -131,11 +131,6 @@ class BestPerm(Method):
         )
 
     def start(self, run: Run) -> None:
-        if run.dataset is None:
-            raise ConfigError(
-                "the dataset is a stream; hints are added to prompts of a dataset with random access. Use one, or "
-                "remove `best_perm`."
-            )
         self._dataset = run.dataset
         self.state = {"accepted": [], "rejected": [], "cascades": 0}
 

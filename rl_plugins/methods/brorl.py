@@ -35,7 +35,7 @@ class BroRL(Method):
 
         lr <- lr (B / base_rows)^p          p = 1/2 (`sqrt`), 1 (`linear`), 0 (`none`); this step only
 
-    Symbols: r, c, A (rows,) float64; deviations have the divisor n - 1. `mass_balance` is the theorem for one token.
+    Symbols: r, c, A (rows,) float64; deviations have the divisor n - 1.
 
     Special cases: rollouts without a reward (NaN) are in no statistic and have A = 0; a group with fewer than two
     scored rollouts leaves, or has A = 0. Rewards that differ by less than 1e-6 of their size are equal. A rollout of
@@ -236,75 +236,6 @@ def answer_statistics(groups: Groups, answers: Sequence[Any]) -> tuple[Tensor, T
     found = owner.size.double()
     once = owner.sum((answer.size == 1).double())
     return torch.where(rollouts > 0, found, torch.nan), once / rollouts
-
-
-@dataclass(frozen=True)
-class MassBalance:
-    """What one update does to the probability of all correct tokens, to first order in eta.
-
-    Attributes:
-        reward: S_R, mean reward under p of the sampled tokens.
-        step: dz, the change of each logit.
-        sampled_correct, sampled_wrong: never negative for right >= 0 >= wrong.
-        unsampled: can be negative; goes to 0 as fewer tokens are left unsampled.
-        total: their sum, the change of the probability.
-    """
-
-    reward: Tensor
-    step: Tensor
-    sampled_correct: Tensor
-    sampled_wrong: Tensor
-    unsampled: Tensor
-    total: Tensor
-
-
-def mass_balance(
-    p: Tensor, correct: Tensor, sampled: Tensor, right: float = 1.0, wrong: float = -1.0, eta_over_n: float = 1.0
-) -> MassBalance:
-    """Theorem 1 of the paper: a softmax over tokens, whose logits go up the gradient of the reward of sampled tokens.
-
-        S_R = R_c sum_{S, C} p + R_w sum_{S, W} p,   dz_j = (eta / N) p_j (R_j 1[j in S] - S_R)
-        dQ  = (eta / N) [(R_c - S_R) Q_W A2 + (S_R - R_w) Q_C B2 + S_R (Q_C U_W2 - Q_W U_C2)]
-
-    C are the correct tokens, W the others, S the sampled ones and U the rest. Q is a sum of p; A2, B2, U_C2, U_W2 are
-    sums of p^2 over S and C, S and W, U and C, U and W. Only the whole of the correct tokens is protected: a single one
-    can lose probability for any N.
-
-    Args:
-        p: (..., tokens) probabilities that sum to 1. correct, sampled: (..., tokens) bool, C and S. right, wrong: R_c
-        and R_w, rewards of correct and other tokens. eta_over_n: learning rate / number of samples.
-
-    Returns:
-        Numbers (...,) float64, and `step` (..., tokens).
-
-    Raises:
-        ValueError: shapes differ, or probabilities do not sum to 1.
-    """
-    if p.shape != correct.shape or p.shape != sampled.shape:
-        raise ValueError(
-            f"p, correct and sampled are {tuple(p.shape)}, {tuple(correct.shape)} and {tuple(sampled.shape)}; they "
-            f"must have the same shape."
-        )
-    p = p.double()
-    if bool(((p.sum(-1) - 1).abs() > 1e-6).any()):
-        raise ValueError(f"p sums to {float(p.sum(-1).flatten()[0]):g}; probabilities of one place must sum to 1.")
-
-    def over(values: Tensor, *masks: Tensor) -> Tensor:
-        for mask in masks:
-            values = torch.where(mask, values, 0.0)
-        return values.sum(-1)
-
-    reward = right * over(p, sampled, correct) + wrong * over(p, sampled, ~correct)
-    of_token = torch.where(correct, p.new_tensor(right), p.new_tensor(wrong))
-    step = eta_over_n * p * (torch.where(sampled, of_token, 0.0) - reward[..., None])
-    q_correct, q_wrong = over(p, correct), over(p, ~correct)
-    sampled_correct = eta_over_n * (right - reward) * q_wrong * over(p**2, sampled, correct)
-    sampled_wrong = eta_over_n * (reward - wrong) * q_correct * over(p**2, sampled, ~correct)
-    coupling = q_correct * over(p**2, ~sampled, ~correct) - q_wrong * over(p**2, ~sampled, correct)
-    unsampled = eta_over_n * reward * coupling
-    return MassBalance(
-        reward, step, sampled_correct, sampled_wrong, unsampled, sampled_correct + sampled_wrong + unsampled
-    )
 
 
 def _unequal(rollouts: Rollouts) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, MethodParams, StateError, param
+from rl_plugins import ConfigError, Groups, Idle, Method, MethodParams, param
 from rl_plugins.core.rollouts import PromptPool, Rollouts, Run, Tokens
 from rl_plugins.kit.priors import Column
 from rl_plugins.kit.prompt_memory import Counts
@@ -45,13 +45,11 @@ class DifficultySlices(Method):
     has too few prompts that are not in the batch yet, the other gives the rest. A rollout of several rows counts once;
     those without a reward (NaN) and foreign prompts do not count.
 
-    State: the position in both orders, the rounding carried over and the dataset's size; without a column also the
-    counts, and which prompts are in the slice.
+    State: the position in both orders and the rounding carried over; without a column also the counts, and which
+    prompts are in the slice.
 
     Raises:
-        ConfigError: head i is not below n; more heads than prompts; no such column or number in it; a stream.
-        MethodError: more prompts are asked for than are left.
-        StateError: the state belongs to a dataset of another size.
+        ConfigError: head i is not below n; more heads than prompts; no such column or number in it.
 
     Source: arXiv 2509.12603 (Diverse parallel-scaled RL), as two independent notes describe it. No code was found.
     """
@@ -95,11 +93,7 @@ class DifficultySlices(Method):
             self._successes(run)
 
     def start(self, run: Run) -> None:
-        if run.dataset_size is None:
-            raise ConfigError(
-                "the dataset is a stream, whose prompts cannot be sorted; give one with random access, or remove "
-                "`difficulty_slices`."
-            )
+        assert run.dataset_size is not None  # `needs` has the prompt_index, which a stream lacks
         self.check(run)
         size = run.dataset_size
         self._orders: dict[str, tuple[int, Ids]] = {}
@@ -107,7 +101,7 @@ class DifficultySlices(Method):
         self._members: dict[str, Ids] = {}
         self._slice = torch.ones(size, dtype=torch.bool)
         self._spread = 0.0 if self.params.heads == 1 else None  # None: not known, no slices were cut in this process
-        self.state = {"prompts": size, "owed": 0.0, OWN: _begin(), OTHERS: _begin()}
+        self.state = {"owed": 0.0, OWN: _begin(), OTHERS: _begin()}
         successes = self._successes(run)
         if successes is None:
             self.state |= {**COUNTS.start(size), "slice": self._slice, "sorted": 0}
@@ -116,18 +110,7 @@ class DifficultySlices(Method):
 
     def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
         state, p = self.state, self.params
-        if state["prompts"] != pool.size:
-            raise StateError(
-                f"The state is of a dataset with {state['prompts']} prompts, and the dataset has {pool.size}. Slices "
-                f"belong to dataset rows: resume with the dataset of the checkpoint, or start a new run from its "
-                f"weights."
-            )
         taken = np.unique(np.array([i for i in pool.taken if i >= 0], dtype=np.int64))  # a foreign prompt is -1
-        if n > pool.size - len(taken):
-            raise MethodError(
-                f"{n} prompts are to be chosen, but only {pool.size - len(taken)} of the dataset's {pool.size} are "
-                f"left. Make the batch smaller (fewer prompts, or more rollouts per prompt) or the dataset larger."
-            )
         own_free, others_free = self._free(taken, pool.batch)
         if not len(self._members[OTHERS]):
             if len(pool.proposal) == n and not len(taken):
@@ -147,12 +130,6 @@ class DifficultySlices(Method):
         if "trials" in self.state:
             known = ~torch.isnan(each.reward) & (each.prompt_index >= 0)
             prompts, right = Groups(each.prompt_index[known]), (each.reward[known] >= p.success_threshold).double()
-            if len(prompts.ids) and int(prompts.ids.max()) >= self.state["prompts"]:
-                raise StateError(
-                    f"The state has counts of {self.state['prompts']} prompts, but prompt {int(prompts.ids.max())} was "
-                    f"trained. Counts belong to dataset rows: resume with the dataset of the checkpoint, or start a "
-                    f"new run from its weights."
-                )
             COUNTS.visit(self.state, prompts.ids, p.decay, (prompts.sum(right), prompts.n(right).double()))
 
     # ---- slices

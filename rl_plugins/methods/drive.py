@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, MethodParams, StateError, param
+from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, MethodParams, param
 from rl_plugins.core.rollouts import Budget, Plan, PlanRow, PromptPool, Rollouts, Run, Tokens
 from rl_plugins.kit.prompt_memory import Counts
 
@@ -47,8 +47,8 @@ class Drive(Method):
     State: phase, set, position in its order, estimates. A run resumed in the middle of a phase continues exactly.
 
     Raises:
-        ConfigError: lists of unequal length; sizes that rise or exceed the dataset; a limit above the host's; a stream.
-        MethodError, StateError: a batch with fewer rows than a phase has rollouts per prompt; another dataset's state.
+        ConfigError: lists of unequal length; sizes that rise or exceed the dataset; a limit above the host's.
+        MethodError: a batch with fewer rows than a phase has rollouts per prompt.
 
     Source: arXiv 2511.06307, abstract, and two independent notes. No code was found.
     """
@@ -139,8 +139,7 @@ class Drive(Method):
         return found
 
     def start(self, run: Run) -> None:
-        if run.dataset_size is None:
-            raise ConfigError("the dataset is a stream; give one with random access, or remove `drive`.")
+        assert run.dataset_size is not None  # `needs` has the prompt_index, which a stream lacks
         self.check(run)
         self._size = run.dataset_size
         begin = sum(self.params.batches)
@@ -164,11 +163,6 @@ class Drive(Method):
         left = taken | set(chosen)
         rest = (i for i in range(pool.size) if i not in left)
         chosen += [i for i, _ in zip(rest, range(n - len(chosen)), strict=False)]
-        if len(chosen) < n:
-            raise MethodError(
-                f"{n} prompts are to be chosen, but only {len(chosen)} of the dataset's {pool.size} are left. Make the "
-                f"batch smaller (fewer prompts, or more rollouts per prompt) or the dataset larger."
-            )
         return chosen
 
     def plan(self, plan: Plan) -> Plan | None:
@@ -207,7 +201,6 @@ class Drive(Method):
         own = each.prompt_index >= 0
         scored = own & ~torch.isnan(each.reward)
         prompts = Groups(each.prompt_index[scored])
-        self._check_rows(prompts.ids)
         right = prompts.sum((each.reward[scored] >= p.success_threshold).double())
         trials = prompts.size.double()
         before, tried, _ = COUNTS.of(self.state, prompts.ids)
@@ -249,8 +242,6 @@ class Drive(Method):
 
     def _enter(self, batch: int) -> None:
         """Makes the sets of the phases that have started."""
-        if len(self.state["right"]) != self._size:
-            self._check_rows(torch.tensor([self._size]))
         phase, sizes = sum(batch >= end for end in accumulate(self.params.batches)), self._sizes(self._size)
         while self.state["phase"] < phase:
             j = self.state["phase"] = self.state["phase"] + 1
@@ -271,15 +262,6 @@ class Drive(Method):
             raise MethodError(
                 f"`rollouts` is {list(self.params.rollouts)[:8]}, and the batch trains {plan.budget} rows, which hold "
                 f"no group of {most}. Make the batch larger or the groups smaller."
-            )
-
-    def _check_rows(self, prompts: Tensor) -> None:
-        size = len(self.state["right"])
-        if len(prompts) and int(prompts.max()) >= size:
-            raise StateError(
-                f"The state has estimates for {size} prompts, and this dataset has more (row {int(prompts.max())}). "
-                f"They belong to dataset rows: resume with the dataset of the checkpoint, or start a new run from its "
-                f"weights."
             )
 
     # ---- prompts of the set

@@ -41,7 +41,7 @@ class GdroPrompt(Binned):
     State: the scores, and history and bin of every prompt.
 
     Raises:
-        ConfigError: edges out of order; a stream.
+        ConfigError: edges out of order.
 
     Source: arXiv 2601.19280, equations 6 to 12; `verl/trainer/group_dro_grpo.py` of the authors' code at b391899b.
     """

@@ -47,7 +47,7 @@ class GdroRollout(Binned):
     State: z, mu, and history and bin of every prompt.
 
     Raises:
-        ConfigError: a parameter out of range; the group size is not between n_min and n_max; a stream.
+        ConfigError: a parameter out of range; the group size is not between n_min and n_max.
         MethodError: fewer rollouts than n_min each.
 
     Source: arXiv 2601.19280, equations 13 to 21; verl/trainer/group_dro_grpo.py of the authors' code at b391899b.

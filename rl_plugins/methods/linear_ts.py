@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Method, MethodError, MethodParams, PromptPool, Rollouts, Run, Tokens, param
+from rl_plugins import ConfigError, Groups, Method, MethodParams, PromptPool, Rollouts, Run, Tokens, param
 from rl_plugins.core.errors import did_you_mean, shown
-from rl_plugins.kit.priors import cell
+from rl_plugins.kit.priors import cell, dataset_of
 
 Array = NDArray[np.float64]
 
@@ -71,8 +71,7 @@ class LinearTS(Method):
     context.
 
     Raises:
-        ConfigError: no such column, one value, or more than 1000; a stream; a parameter out of range.
-        MethodError: more prompts are asked for than are left.
+        ConfigError: no such column, one value, or more than 1000; a parameter out of range.
 
     Source: arXiv 2505.15155; `rdagent/scenarios/qlib/proposal/bandit.py` of the authors' code for the defaults.
     """
@@ -120,12 +119,7 @@ class LinearTS(Method):
 
     def start(self, run: Run) -> None:
         p = self.params
-        if run.dataset is None or run.dataset_size is None:
-            raise ConfigError(
-                "the dataset is a stream, whose rows cannot be chosen; give one with random access, or remove "
-                "`linear_ts`."
-            )
-        values = [str(v) for v in column_values(run.dataset, p.column, run.dataset_size)]
+        values = [str(v) for v in column_values(dataset_of(run), p.column, run.dataset_size or 0)]
         self._names = sorted(set(values))
         count, d = len(self._names), len(p.context)
         if not 1 < count <= MOST_ARMS:
@@ -156,11 +150,6 @@ class LinearTS(Method):
         taken = np.array(sorted({i for i in pool.taken if i >= 0}), dtype=np.int64)  # a foreign prompt is -1
         free = np.array([len(prompts) for prompts in self._prompts])
         free = free - np.bincount(self._arm.numpy()[taken], minlength=len(free))
-        if n > free.sum():
-            raise MethodError(
-                f"{n} prompts are to be chosen, but only {free.sum()} of the dataset's {pool.size} are left. Make the "
-                f"batch smaller (fewer prompts, or more rollouts per prompt) or the dataset larger."
-            )
         count, owed = shares(self._weights(pool.batch), n, free, self.state["owed"].numpy())
         self.state["owed"] = torch.from_numpy(owed)
         without = set(taken.tolist())

@@ -41,8 +41,7 @@ class MssrBaseline(Tracked):
     State: alpha, beta, kl.
 
     Raises:
-        ConfigError: a parameter out of range; a dataset without a length.
-        StateError: the counts are those of a smaller dataset.
+        ConfigError: a parameter out of range.
 
     Source: arXiv 2512.18215; `MVSRValueTracker`, `compute_mvsr_advantage` in the authors' `verl/trainer/core_algos.py`.
     """

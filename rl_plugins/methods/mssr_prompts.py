@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins import MethodError, PromptPool, Rollouts, StateError, Tokens, param
+from rl_plugins import PromptPool, Rollouts, Tokens, param
 from rl_plugins.methods.mssr.tracker import Tracked, TrackerParams
 
 _FLOOR = 1e-6  # a prompt that always or never succeeds keeps a chance
@@ -37,9 +37,7 @@ class MssrPrompts(Tracked):
     from `self.rng`: the smallest of variable / weight are a sample without replacement.
 
     Raises:
-        ConfigError: a parameter out of range; a dataset without a length.
-        MethodError: more prompts are asked for than are left.
-        StateError: the counts belong to a dataset of another length.
+        ConfigError: a parameter out of range.
 
     Source: arXiv 2512.18215 and `MVSRPrioritizedSampler` in `verl/trainer/core_algos.py` of the authors' code.
     """
@@ -63,17 +61,7 @@ class MssrPrompts(Tracked):
         self.state["tried"].index_fill_(0, scored, 1.0)
 
     def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
-        if len(self.state["alpha"]) != pool.size:
-            raise StateError(
-                f"The state has counts of {len(self.state['alpha'])} prompts, the dataset has {pool.size}. Resume with "
-                f"the dataset of the checkpoint, or start a new run from its weights."
-            )
         taken = sorted({i for i in pool.taken if i >= 0})  # a foreign prompt is -1
-        if n > pool.size - len(taken):
-            raise MethodError(
-                f"{n} prompts are to be chosen, but only {pool.size - len(taken)} of the dataset's {pool.size} are "
-                f"left. Make the batch smaller or the dataset larger."
-            )
         value = torch.where(self.state["tried"] > 0, self._values(torch.arange(pool.size)), 0.5)
         weight = (torch.sqrt(value * (1 - value)) + _FLOOR) ** self.params.priority
         if not pool.taken:

@@ -34,8 +34,7 @@ class V0(Method):
     U is not concave in B, so the optimum gives most of the budget to few hard prompts. `greedy` (paper; ties: first
     prompt) repeatedly takes the best single rollout and is not optimal. `exact` is a dynamic program.
 
-    p comes from `prior` (`rl_plugins.kit.priors`). The paper's value model is not shipped; `value_model_loss` is its
-    loss.
+    p comes from `prior` (`rl_plugins.kit.priors`). The paper's value model is not shipped.
 
     Symbols: p, B one per row of the plan; success (rollouts,) float64: a reward >= success_threshold, after `rewards`
     hooks, of all generated rows. A rollout of several rows (turns, agents) counts once.
@@ -231,36 +230,3 @@ def auc(score: Tensor, success: Tensor) -> float:
         return float("nan")
     rank = Groups(torch.zeros(len(score), dtype=torch.int64)).rank(score)
     return (float(rank[positive].sum()) - n * (n + 1) / 2) / (n * m)
-
-
-def value_model_loss(
-    logits: Tensor, soft_labels: Tensor, alpha: float = 0.25, context_counts: tuple[int, int] | None = None
-) -> Tensor:
-    """Loss that the paper's value model is trained with, on queries of one context.
-
-        alpha mean(-log sigmoid(s_positive - s_negative)) + (1 - alpha) mean(c (-y log p_1 - (1 - y) log p_0))
-
-    Args:
-        logits: (queries, 2) of failure and success; s is their difference. Even rows are positive queries, odd ones
-            negative; rows 2k and 2k + 1 are a pair.
-        soft_labels: (queries,) y in [0, 1].
-        alpha: weight of the ranking, which the shortcut "predict the context's mean" does not lower.
-        context_counts: positive and negative rows of the context, to balance the classes: c is
-            total / (2 positives) for positive queries and total / (2 negatives) for negative ones. None: c = 1.
-
-    Raises:
-        ValueError: shapes that do not fit.
-    """
-    if logits.ndim != 2 or logits.shape[1] != 2 or len(logits) % 2 or soft_labels.shape != logits.shape[:1]:
-        raise ValueError(
-            f"logits are {tuple(logits.shape)} and labels {tuple(soft_labels.shape)}; they must be (queries, 2) and "
-            f"(queries,), with as many positive as negative queries."
-        )
-    score = logits[:, 1] - logits[:, 0]
-    ranking = -torch.nn.functional.logsigmoid(score[0::2] - score[1::2]).mean()
-    log_p = torch.log_softmax(logits, dim=1)
-    entropy = -(soft_labels * log_p[:, 1] + (1 - soft_labels) * log_p[:, 0])
-    if context_counts is not None:
-        weight = sum(context_counts) / (2 * torch.tensor(context_counts, dtype=entropy.dtype, device=entropy.device))
-        entropy = entropy * weight.repeat(len(entropy) // 2)
-    return alpha * ranking + (1 - alpha) * entropy.mean()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from rl_plugins import ConfigError, Groups, Method, MethodError, MethodParams, StateError, param
+from rl_plugins import ConfigError, Groups, Method, MethodParams, param
 from rl_plugins.core.rollouts import PromptPool, Rollouts, Run, Tokens
 from rl_plugins.kit.prompt_memory import SMALL, Counts
 from rl_plugins.kit.thompson import SCORES, best_draws
@@ -38,10 +38,6 @@ class Vade(Method):
 
     State: alpha, beta. Draws are from `self.rng`; of more than 65,536 prompts not every p_i is drawn.
 
-    Raises:
-        ConfigError, StateError: a dataset without a length, or of another length than the state's.
-        MethodError: more prompts are asked for than are left.
-
     Source: arXiv 2511.18902 and its project page VADE-RL/VADE-RL.github.io; the code that it names is missing.
     """
 
@@ -68,20 +64,12 @@ class Vade(Method):
                 )
 
     def start(self, run: Run) -> None:
-        if run.dataset_size is None:
-            raise ConfigError(
-                "the dataset is a stream without a length; give one with random access, or remove `vade`."
-            )
+        assert run.dataset_size is not None  # `needs` has the prompt_index, which a stream lacks
         self.state = COUNTS.start(run.dataset_size)
 
     def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
-        state = self._counts(pool.size)
+        state = self.state
         taken = {i for i in pool.taken if i >= 0}  # a foreign prompt is -1
-        if n > pool.size - len(taken):
-            raise MethodError(
-                f"{n} prompts are to be chosen, but only {pool.size - len(taken)} of the dataset's {pool.size} are "
-                f"left. Make the batch smaller (fewer prompts, or more rollouts per prompt) or the dataset larger."
-            )
         score, rng = SCORES[self.params.score], self.rng("prompts")
         draws = best_draws(partial(COUNTS.of, state), pool.size, COUNTS.most(state), score, n, taken, rng)
         chosen: list[int] = draws.rows.tolist()
@@ -94,35 +82,18 @@ class Vade(Method):
         return chosen
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
-        p = self.params
-        state = self._counts()
-        size = len(state["alpha"])
+        p, state = self.params, self.state
         counted = ~torch.isnan(rollouts.reward) & (rollouts.prompt_index >= 0)
         prompts = Groups(rollouts.prompt_index[counted])
         batch = prompts.ids
-        if len(batch) and int(batch.max()) >= size:
-            raise self._other_dataset(f"prompt {int(batch.max())} was trained")
         reward, share = rollouts.reward[counted], rollouts.per_rollout.row_weight(rollouts.reward)[counted]
         success = (reward >= p.success_threshold).double() if p.success == "threshold" else reward.clamp(0, 1)
         outcomes = prompts.sum(share * success), prompts.sum(share * (1 - success))
         COUNTS.visit(state, batch, p.selected_decay, outcomes, p.unselected_decay)
 
-        alpha, beta = COUNTS.of(state, slice(None, None, -(-size // SMALL)))
+        alpha, beta = COUNTS.of(state, slice(None, None, -(-len(state["alpha"]) // SMALL)))
         mixed, evidence = prompts.max(success) > prompts.min(success), alpha + beta
         self.log("informative", mixed.double().mean())
         self.log("posterior_mean", ((alpha + 1) / (evidence + 2)).mean())
         self.log("seen", (evidence > 0).double().mean())
         self.log("evidence", evidence[evidence > 0].mean())
-
-    def _counts(self, size: int | None = None) -> dict[str, Any]:
-        alpha, beta = self.state["alpha"], self.state["beta"]
-        if len(alpha) != len(beta) or (size is not None and len(alpha) != size):
-            raise self._other_dataset(f"the dataset has {size} prompts")
-        return self.state
-
-    def _other_dataset(self, what: str) -> StateError:
-        return StateError(
-            f"The state has alpha for {len(self.state['alpha'])} and beta for {len(self.state['beta'])} prompts, but "
-            f"{what}. Counts belong to dataset rows: resume with the dataset of the checkpoint, or start a new run "
-            f"from its weights."
-        )

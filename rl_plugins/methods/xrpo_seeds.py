@@ -49,7 +49,7 @@ class XrpoSeeds(Method):
     rollouts.
 
     Raises:
-        ConfigError: prompts with images, a stream, a template without its fields.
+        ConfigError: prompts with images, a template without its fields.
         MethodError: no such prompt column, or `embed` returns something else than a row of finite numbers per text.
 
     Source: arXiv 2510.06672, as read through third parties: the rule, K = 2, and a fixed template.
@@ -101,11 +101,6 @@ class XrpoSeeds(Method):
         return budget.replace(rounds=budget.rounds + (self.params.second_round and budget.per_prompt[1] > 1))
 
     def start(self, run: Run) -> None:
-        if run.dataset is None:
-            raise ConfigError(
-                f"the dataset is a stream, but answers are kept by dataset rows. Use a dataset with random access, or "
-                f"remove `{self.name}`."
-            )
         self._dataset = run.dataset
         self.state = {"answers": {}, "left": {}, "seeded": []}
 

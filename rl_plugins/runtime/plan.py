@@ -255,6 +255,12 @@ def _select(
             f"A batch takes all {n} prompts of the dataset, so `{m.name}` has nothing to choose from. Give more "
             f"prompts, or make the batch smaller."
         )
+    left = pool_size - len(taken)
+    if n > left:
+        raise MethodError(
+            f"Method `{m.name}` is to select {n} prompts, and only {left} of the dataset's {pool_size} are left. Make "
+            f"the batch smaller (fewer prompts, or more rollouts per prompt) or the dataset larger."
+        )
     pool = PromptPool(pool_size, tuple(proposal), taken, dataset, stack.batch)
     chosen = stack.one("select_prompts", pool, n)
     with validate.invalid_returns(m, "select_prompts"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 from one_method import acting
 
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.groups import Groups
 from rl_plugins.core.params import build_params
 from rl_plugins.core.requests import Kind, Prompt
 from rl_plugins.core.rollouts import Rollouts
-from rl_plugins.methods.arrol import Arrol, Calibrator, balanced, features_of, quality, rank_weights, vote
+from rl_plugins.methods.arrol import Arrol, Calibrator, balanced, features_of, quality
 from rl_plugins.methods.arrol.head import fit, with_prompt
 from rl_plugins.methods.arrol.survivors import Rule, count_to_keep, draw, extremes, inclusion, shift_for, survival
 from rl_plugins.runtime.metrics import combine
@@ -218,6 +220,31 @@ def test_the_optimizer_goes_on_where_it_stood() -> None:
     feed(stack, 0)
     feed(stack, 1)
     assert float(method.state["moments"]["b2"]["step"]) == 2 * method.params.fit_steps
+
+
+# ---- the paper's vote over answers by the head's scores, which nothing in the package takes
+
+
+def rank_weights(scores: Sequence[float]) -> list[float]:
+    """The paper's weights of votes: 1 for the best score, 0 for the worst, linear in the rank between; equal scores
+    share the mean of their ranks. One score alone: 1."""
+    rank = Groups(torch.zeros(len(scores), dtype=torch.int64), count=1).rank(torch.tensor(list(scores)).double())
+    return [1.0] * len(scores) if len(scores) < 2 else ((rank - 1) / (len(scores) - 1)).tolist()
+
+
+def vote(answers: Sequence[Hashable], scores: Sequence[float]) -> Hashable:
+    """The answer with the largest sum of scores; of equal ones the first. Rollouts without an answer (None) or with a
+    score of NaN do not vote; None without any vote.
+
+    Args:
+        answers: of each rollout.
+        scores: its quality, or `rank_weights` of it (paper); equal numbers make it a majority vote.
+    """
+    total: dict[Hashable, float] = {}
+    for answer, score in zip(answers, scores, strict=True):
+        if answer is not None and not math.isnan(score):
+            total[answer] = total.get(answer, 0.0) + float(score)
+    return max(total, key=total.__getitem__, default=None)
 
 
 def test_votes() -> None:

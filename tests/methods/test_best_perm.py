@@ -14,7 +14,7 @@ from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.core.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Completion, PlanRow, Rollouts
 from rl_plugins.methods.best_perm import BestPerm, best_permutation, upper_bound
@@ -349,13 +349,6 @@ def test_a_resumed_run_goes_on_exactly(tmp_path: Path):
     assert dict(method.state) == dict(other.state) and sum(method.state["accepted"]) > 0
 
 
-def test_state_of_another_dataset_is_refused():
-    stack, method = cascade()
-    method.state["accepted"] = [1]
-    with pytest.raises(StateError, match="The state of `best_perm` belongs to another dataset"):
-        cascade()[0].load_state_dict(stack.state_dict("one"), "another")
-
-
 def test_the_better_hint_is_tried_first_in_time():
     """Of two hints of equal value the one that is accepted more often comes first after some batches."""
     stack, method = cascade(values=[1.0, 1.0, 1.0], max_hints=3, n_first=1, group_size=4)
@@ -411,8 +404,6 @@ def test_what_a_run_must_have():
     with pytest.raises(ConfigError, match="`n_first` is 5, and the batch has room for 4 rollouts per prompt"):
         cascade(n_first=5)
     method = BestPerm(BestPerm.Params(hints_column="hints"))
-    with pytest.raises(MethodError, match="the dataset is a stream"):
-        start_stack(method, run=make_run(dataset=None, dataset_size=None))
     for column in ("image", "images", "videos"):
         with pytest.raises(ConfigError, match=f"the prompts have {column}, and rounds under other prompts"):
             start_stack(method, run=make_run(dataset=Table(), columns=("prompt", column)))

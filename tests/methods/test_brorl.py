@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.groups import Groups
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Rollouts, Update
-from rl_plugins.methods.brorl import BroRL, answer_statistics, group_size, lr_factor, mass_balance
+from rl_plugins.methods.brorl import BroRL, answer_statistics, group_size, lr_factor
 from rl_plugins.methods.v0 import V0
 from rl_plugins.runtime.budget import budgets, described
 from rl_plugins.runtime.metrics import combine
@@ -38,6 +39,9 @@ from rl_plugins.testing import (
 )
 
 GOLDEN = Golden("brorl")
+with pytest.MonkeyPatch.context() as patch:  # the theorem is in the evidence script
+    patch.syspath_prepend(Path(__file__).parents[2] / "examples" / "evidence")
+    from brorl import mass_balance
 NAN = math.nan
 
 

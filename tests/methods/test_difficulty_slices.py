@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from methods.slices_loops import check_slices, slice_of_each
 
 from rl_plugins.cards.card_file import card_file
-from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import PromptPool
 from rl_plugins.methods.difficulty_slices import DifficultySlices, rounded, slices
@@ -174,14 +174,6 @@ def test_taken_prompts_are_not_chosen_and_come_first_the_next_time() -> None:
     assert choose(late, 1, batch=2) == [dealt[2]]
 
 
-def test_more_prompts_than_are_left() -> None:
-    stack, _ = made(values=list(range(SIZE)), heads=2)
-    with pytest.raises(MethodError, match="21 prompts are to be chosen, but only 20 of the dataset's 20 are left"):
-        choose(stack, 21)
-    with pytest.raises(MethodError, match="only 18 of the dataset's 20 are left"):
-        choose(stack, 19, taken=(1, 2, -1))
-
-
 def test_seeds_and_global_generators() -> None:
     values = list(range(SIZE))
     a, b, c = (several(made(seed=s, values=values, heads=2)[0], 6, 3) for s in (1, 1, 2))
@@ -200,7 +192,7 @@ def test_a_large_dataset() -> None:
     batch = choose(stack, 256, size)
     easiest = set(np.argsort(values, kind="stable")[-size // 8 :].tolist())
     assert sum(i in easiest for i in batch) == 128 and len(set(batch)) == 256
-    assert set(method.state) == {"prompts", "owed", "own", "others"}, "only a position is saved"
+    assert set(method.state) == {"owed", "own", "others"}, "only a position is saved"
 
 
 # ---- the run's own rollouts
@@ -283,19 +275,6 @@ def test_state_in_a_file_goes_on_bit_by_bit(tmp_path: Path, column: bool) -> Non
         assert ("right" in method.state) == (not column)
 
 
-def test_the_state_of_another_dataset() -> None:
-    stack, method = made(values=list(range(SIZE)), heads=2)
-    with pytest.raises(
-        MethodError,
-        match="StateError: The state is of a dataset with 20 prompts, and the dataset has 21. Slices belong to",
-    ):
-        choose(stack, 4, 21)
-    stack, method = made(4, heads=2)
-    rollouts = make_rollouts([1.0] * 4, prompt_index=[4] * 4)
-    with pytest.raises(MethodError, match="StateError: The state has counts of 4 prompts, but prompt 4 was trained"):
-        stack.call("observe", method, rollouts, make_tokens(rollouts), {})
-
-
 # ---- errors
 
 
@@ -330,8 +309,6 @@ def test_a_column_that_holds_no_numbers(values: list[Any], message: str) -> None
 def test_datasets_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match="`heads` is 8, and the dataset has 4 prompts, so a slice would be empty"):
         made(4)
-    with pytest.raises(ConfigError, match="the dataset is a stream, whose prompts cannot be sorted"):
-        DifficultySlices().start(make_run(dataset_size=None))
     with pytest.raises(ConfigError, match="has no column `other` \\(it has: base\\)"):
         made(3, values=[1, 2, 3], heads=2, column="other")
 

@@ -370,8 +370,6 @@ def test_a_batch_that_asks_again_goes_on_with_the_draw() -> None:
     first = host.stack.one("select_prompts", PromptPool(D, (), (), None, 2), GROUPS)
     more = host.stack.one("select_prompts", PromptPool(D, (), tuple(first), None, 2), 9)
     assert len(set(first) | set(more)) == GROUPS + 9
-    with pytest.raises(MethodError, match="33 more prompts are to be chosen, but only 32"):
-        host.stack.one("select_prompts", PromptPool(D, (), (), None, 2), 41)
 
 
 def test_where_the_cycle_has_dealt_its_prompts_others_come_before_those_it_had() -> None:
@@ -433,11 +431,6 @@ def test_what_is_logged() -> None:
 def test_what_does_not_fit_is_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, MethodError), match=message):
         Host(dots(**params))
-
-
-def test_a_stream_is_refused() -> None:
-    with pytest.raises(MethodError, match="the dataset is a stream"):
-        start_stack(dots(), run=make_run(dataset_size=None))
 
 
 def test_pass_rates_outside_of_0_and_1_are_refused() -> None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.core.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Completion, Plan, PlanRow, PromptPool
 from rl_plugins.methods.drive import Drive, hardest
@@ -288,15 +288,6 @@ def test_resume_in_the_middle_of_a_phase(at: int, tmp_path: Path) -> None:
         assert torch.equal(method.state[name], twin.state[name])
 
 
-def test_the_state_of_another_dataset_is_refused(tmp_path: Path) -> None:
-    stack, method = drive(sizes=[0.5], batches=[])
-    batch(stack, method, np.zeros(SIZE))
-    other, twin = drive(size=20, sizes=[0.5], batches=[])
-    twin.state = method.state
-    with pytest.raises(StateError, match="estimates for 16 prompts"):
-        twin.plan(Plan((PlanRow(0, 0, 4),), 4, 16))
-
-
 def test_batches_planned_ahead_show_as_outside() -> None:
     """A batch of the phase before is observed when the next has begun."""
     stack, method = drive(sizes=[1, 4], batches=[1])
@@ -343,9 +334,7 @@ def test_what_does_not_fit_the_run(params: dict[str, Any], text: str) -> None:
         drive(**params)
 
 
-def test_streams_two_budgets_and_groups_larger_than_a_batch_are_refused() -> None:
-    with pytest.raises(ConfigError, match="stream"):
-        Drive().start(make_run(dataset_size=None))
+def test_two_budgets_and_groups_larger_than_a_batch_are_refused() -> None:
     with pytest.raises(ConfigError, match="how many rollouts prompts get"):
         build_stack(["v0", "drive"], {"drive": {"rollouts": [8, 8, 8, 8]}})
     assert not Drive().decides_rollouts

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods.ps_grpo_loops import COLUMN, by_loops, exact_by_loops
 
-from rl_plugins.core.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.params import build_params
-from rl_plugins.core.rollouts import PlanRow, PromptPool, Rollouts
+from rl_plugins.core.rollouts import PlanRow, Rollouts
 from rl_plugins.methods.ps_grpo import PsGrpo
 from rl_plugins.methods.ps_grpo.method import weights
 from rl_plugins.methods.ps_grpo.texts import KINDS, Texts, Vocabulary
@@ -428,8 +428,8 @@ def test_what_does_not_fit_the_run() -> None:
         ps_grpo([0, 1, 2])
     with pytest.raises(ConfigError, match="row 1 of the dataset has no value in the column"):
         ps_grpo([0, None, 0])
-    with pytest.raises(ConfigError, match="a stream"):
-        PsGrpo().start(make_run(dataset_size=None))
+    with pytest.raises(ConfigError, match="they are not on this machine"):
+        PsGrpo().start(make_run(dataset=None))
     with pytest.raises(ConfigError, match="no column `paraphrase_set_id`"):
         PsGrpo().start(make_run(dataset=StoredDataset({"prompt": ["a", "b"]}), dataset_size=2))
     with pytest.raises(ConfigError, match="`alpha` and `gamma` are both 0"):
@@ -438,13 +438,6 @@ def test_what_does_not_fit_the_run() -> None:
         PsGrpo.Params(gamma=0, answer_column="answer")
     with pytest.raises(ConfigError, match="`kappa` has no effect"):
         PsGrpo.Params(compare="exact", kappa=2)
-
-
-def test_the_state_of_another_dataset_is_refused() -> None:
-    stack = ps_grpo()
-    stack.methods[0].state["waiting"] = torch.tensor([5])
-    with pytest.raises(StateError, match="6 or more sets, and the dataset has 2"):
-        stack.methods[0].select_prompts(PromptPool(6, (), (), None, 0), 3)
 
 
 def test_sets_of_one_wording_are_told(caplog: Any) -> None:

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,11 @@ def advisor_of(replies: list[str], **params: Any) -> tuple[Advisor, list[str]]:
     return advisor, asked
 
 
+def renumber(experiences: Mapping[str, str]) -> dict[str, str]:
+    """The same texts in the same order under the ids G0, G1 and so on."""
+    return {f"G{i}": text for i, text in enumerate(experiences.values())}
+
+
 @GOLDEN.kind("operations")
 def check_updates(case: Case) -> None:
     given = {name: plain(case.inputs[name]) for name in ("experiences", "operations", "llm_replies")}
@@ -147,7 +152,7 @@ def check_updates(case: Case) -> None:
         shown = library.by_experience(given["experiences"], given["operations"])
         assert shown == expected["formatted_exp_and_ops"] and shown in asked[0]
     assert list(found.items()) == list(expected["before_renumber"].items())
-    assert list(library.renumber(found).items()) == list(expected["final"].items())
+    assert list(renumber(found).items()) == list(expected["final"].items())
 
 
 def plan_of(reply: str) -> list[dict[str, Any]]:
@@ -243,7 +248,7 @@ def test_revise_equals_the_loop(n: int, plan: list[dict[str, Any]]) -> None:
     found = library.revise(experiences, plan)
     assert list(found.items()) == list(expected.items())
     assert experiences == {f"G{i}": f"text {i}" for i in range(n)}  # not changed
-    new = library.renumber(found)
+    new = renumber(found)
     assert list(new) == [f"G{i}" for i in range(len(new))] and list(new.values()) == list(found.values())
 
 

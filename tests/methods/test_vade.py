@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_method import acting
 
-from rl_plugins.core.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Method
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Plan, PromptPool, Rollouts
@@ -267,14 +267,6 @@ def test_taken_prompts_are_never_chosen_and_a_foreign_one_takes_no_place() -> No
     assert sorted(choose(stack, 6, 4, taken=(-1, 5, 0))) == [1, 2, 3, 4]
 
 
-def test_more_prompts_than_there_are() -> None:
-    stack, _ = vade_stack(8)
-    with pytest.raises(MethodError, match=r"9 prompts are to be chosen, but only 8 of the dataset's 8 are left. Make"):
-        choose(stack, 8, 9)
-    with pytest.raises(MethodError, match="only 6 of the dataset's 8 are left"):
-        choose(stack, 8, 7, taken=(1, 2))
-
-
 def test_without_evidence_all_prompts_are_alike() -> None:
     stack, _ = vade_stack(20)
     count = np.zeros(20)
@@ -430,20 +422,6 @@ def test_state_survives_a_file_bit_by_bit_and_continues_alike(tmp_path: Path) ->
         assert torch.equal(resumed.state[name], method.state[name])
     assert train(second, rate, 7) == history[5:]
     assert torch.equal(second.methods[0].state["alpha"], whole.methods[0].state["alpha"])
-
-
-def test_another_dataset_is_refused() -> None:
-    stack, _ = vade_stack(24)
-    saved = stack.state_dict("data")
-    with pytest.raises(StateError, match="belongs to another dataset"):
-        vade_stack(24)[0].load_state_dict(saved, "other data")
-    # and where the fingerprint did not tell, the length does
-    with pytest.raises(MethodError, match="alpha for 24 and beta for 24 prompts, but the dataset has 23 prompts"):
-        choose(stack, 23, 4)
-    with pytest.raises(MethodError, match="but prompt 30 was trained"):
-        observe(stack, make_rollouts([1.0, 0.0], group_size=2, prompt_index=[30, 30]))
-    with pytest.raises(MethodError, match="dataset is a stream"):
-        start_stack(Vade(), run=make_run(dataset_size=None))
 
 
 # ---- parameters

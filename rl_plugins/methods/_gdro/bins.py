@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Run, StateError, param
+from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Run, param
 from rl_plugins.core.params import Is
 from rl_plugins.kit.prompt_memory import History, settled_bins
 
@@ -62,11 +62,7 @@ class Binned(Method):
 
     def start(self, run: Run) -> None:
         p = self.params
-        if run.dataset_size is None:
-            raise ConfigError(
-                f"the dataset is a stream, but the history of a prompt belongs to a dataset row. Give "
-                f"a dataset with random access, or remove `{self.name}`."
-            )
+        assert run.dataset_size is not None  # `needs` has the prompt_index, which a stream lacks
         self._history = History(p.history)
         self.state = {
             "history": self._history.start(run.dataset_size),
@@ -74,17 +70,7 @@ class Binned(Method):
         }
 
     def bins_of(self, prompts: Tensor) -> Tensor:
-        """(n,) int64 bin of each of these dataset rows (>= 0).
-
-        Raises:
-            StateError: a row that the dataset of the state does not have.
-        """
-        size = len(self.state["bin"])
-        if len(prompts) and int(prompts.max()) >= size:
-            raise StateError(
-                f"The state has bins for {size} prompts, but prompt {int(prompts.max())} was given. Bins belong to "
-                f"dataset rows: resume with the dataset of the checkpoint, or start a new run from its weights."
-            )
+        """(n,) int64 bin of each of these dataset rows (>= 0)."""
         p, rate = self.params, self._history.rate(self.state["history"], prompts).nan_to_num(nan=0.0)
         found = self.state["bin"][prompts].long().clamp(min=0)
         return torch.where(extreme(rate), p.count - 1, found) if p.exclude_extremes else found

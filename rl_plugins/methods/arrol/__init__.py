@@ -1,8 +1,8 @@
-"""ARRoL (arXiv 2603.24840): the method, its quality head, and voting with it."""
+"""ARRoL (arXiv 2603.24840): the method and its quality head."""
 
 from __future__ import annotations
 
-from rl_plugins.methods.arrol.head import Calibrator, features_of, quality, rank_weights, vote
+from rl_plugins.methods.arrol.head import Calibrator, features_of, quality
 from rl_plugins.methods.arrol.method import Arrol
 from rl_plugins.methods.arrol.survivors import balanced, shift_for, survival
 
@@ -12,8 +12,6 @@ __all__ = [
     "balanced",
     "features_of",
     "quality",
-    "rank_weights",
     "shift_for",
     "survival",
-    "vote",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from rl_plugins import Groups
 
 _LOWEST = -20.0  # log-probs below count as this
 _CERTAIN = math.log(0.9)  # a token at least this likely was certain
@@ -136,28 +134,6 @@ class Calibrator:
 
     def __call__(self, scores: Any) -> Tensor:
         return _double(self.rates)[_bin(_double(scores), len(self.rates))]
-
-
-def rank_weights(scores: Sequence[float]) -> list[float]:
-    """The paper's weights of votes: 1 for the best score, 0 for the worst, linear in the rank between; equal scores
-    share the mean of their ranks. One score alone: 1."""
-    rank = Groups(torch.zeros(len(scores), dtype=torch.int64), count=1).rank(_double(list(scores)))
-    return [1.0] * len(scores) if len(scores) < 2 else ((rank - 1) / (len(scores) - 1)).tolist()
-
-
-def vote(answers: Sequence[Hashable], scores: Sequence[float]) -> Hashable:
-    """The answer with the largest sum of scores; of equal ones the first. Rollouts without an answer (None) or with a
-    score of NaN do not vote; None without any vote.
-
-    Args:
-        answers: of each rollout.
-        scores: its quality, or `rank_weights` of it (paper); equal numbers make it a majority vote.
-    """
-    total: dict[Hashable, float] = {}
-    for answer, score in zip(answers, scores, strict=True):
-        if answer is not None and not math.isnan(score):
-            total[answer] = total.get(answer, 0.0) + float(score)
-    return max(total, key=total.__getitem__, default=None)
 
 
 def _logit(head: Mapping[str, Tensor], x: Tensor) -> Tensor:

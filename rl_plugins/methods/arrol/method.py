@@ -43,7 +43,7 @@ class Arrol(Method):
     rollouts, weighted by min(1 / p_i, max_weight); `Calibrator` turns its earlier outputs into the posterior per bin.
 
     Symbols: q, p (n,) float64 per prompt; features (rows, d) float64. Right is a reward >= success_threshold. A row's
-    column `arrol` has its features, p and q, also for `vote(answers, rank_weights(scores))`.
+    column `arrol` has its features, p and q, also for a vote over answers.
 
     Special cases: a rollout that ended within L tokens is never stopped, one interrupted before L is continued, and at
     least min_keep of a prompt remain. Nothing is stopped in the first `cold_start` batches, until both right and wrong

@@ -43,7 +43,7 @@ class Dots(Method):
     State: predicted rates, the prompts left of the cycle and those it has had. All draws are from `self.rng`.
 
     Raises:
-        ConfigError: embeddings missing or unfit for dataset or adapter; more references than prompts; a stream.
+        ConfigError: embeddings missing or unfit for dataset or adapter; more references than prompts.
         MethodError: M > D; pass rates outside of [0, 1].
 
     Source: arXiv 2506.05316; adaptive_difficulty_prediction/model.py and verl/trainer/ppo/teacher_utils.py of the
@@ -106,10 +106,7 @@ class Dots(Method):
 
     def start(self, run: Run) -> None:
         p = self.params
-        if run.dataset_size is None:
-            raise ConfigError(
-                "the dataset is a stream without a length; give one with random access, or remove `dots`."
-            )
+        assert run.dataset_size is not None  # `needs` has the prompt_index, which a stream lacks
         self.check(run)
         values, noted = embeddings_of(p.embeddings, run.dataset, run.dataset_size)
         if noted is not None and run.fingerprint and noted != run.fingerprint:
@@ -247,11 +244,6 @@ class Dots(Method):
         had = [i for i in self.state["had"] if i not in without]
         logits[had] = logits.min() - 1e6 / p.temperature  # behind all others
         logits[list(without)] = -torch.inf
-        if n > size - len(without):
-            raise MethodError(
-                f"{n} more prompts are to be chosen, but only {size - len(without)} of the dataset's {size} are left. "
-                f"Make the batch smaller or the dataset larger."
-            )
         chosen: list[int] = draw(logits, n, self.rng(f"draw {len(without)}")).tolist()
         return chosen
 

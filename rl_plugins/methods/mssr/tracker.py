@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Run, StateError, Tokens, param
+from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Run, Tokens, param
 from rl_plugins.kit.priors import Column
 from rl_plugins.kit.prompt_memory import Counts
 
@@ -64,11 +64,6 @@ class Tracked(Method):
         self.needs = frozenset({"prompt_index"} | kl | column)
 
     def start(self, run: Run) -> None:
-        if run.dataset_size is None:
-            raise ConfigError(
-                f"the dataset is a stream, but the counts belong to dataset rows. Use a dataset with random access, or "
-                f"remove `{self.name}`."
-            )
         self.state = self._initial(self._known(run))
 
     def _initial(self, known: Tensor) -> dict[str, Any]:
@@ -100,7 +95,6 @@ class Tracked(Method):
         found = rollouts.per_rollout  # in the order of groups and rollouts, whatever the order of the rows
         counted = ~torch.isnan(found.reward) & (found.prompt_index >= 0)
         prompts = Groups(found.prompt_index[counted])
-        self._check(prompts.ids)
         success = (found.reward[counted] > p.success_threshold).double()
         visits = prompts.size.double()
         faded = rho ** (prompts.rows(visits) - prompts.rank(torch.arange(len(success))))  # by the outcomes after each
@@ -112,17 +106,8 @@ class Tracked(Method):
 
     def _values(self, prompts: Tensor) -> Tensor:
         """(n,) value of these dataset rows; the initial one for a foreign prompt (-1)."""
-        self._check(prompts)
         alpha, beta = COUNTS.of(self.state, prompts.clamp(min=0))
         return torch.where(prompts < 0, self.params.initial_value, alpha / (alpha + beta))
-
-    def _check(self, prompts: Tensor) -> None:
-        size = len(self.state["alpha"])
-        if len(prompts) and int(prompts.max()) >= size:
-            raise StateError(
-                f"The state has counts of {size} prompts, but prompt {int(prompts.max())} is trained. They belong to "
-                f"dataset rows: resume with the dataset of the checkpoint, or start a new run from its weights."
-            )
 
 
 def forgetting_rate(window: Sequence[float], p: TrackerParams) -> float:

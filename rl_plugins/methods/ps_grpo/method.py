@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, StateError
+from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams
 from rl_plugins.core.errors import shown
 from rl_plugins.core.rollouts import Budget, Plan, PromptPool, Rollouts, Run
-from rl_plugins.kit.priors import cell
+from rl_plugins.kit.priors import cell, dataset_of
 from rl_plugins.kit.services import number
 from rl_plugins.methods.ps_grpo.params import PsGrpoParams
 from rl_plugins.methods.ps_grpo.texts import Ids, Matrix, Texts, Vocabulary
@@ -60,9 +60,8 @@ class PsGrpo(Method):
     sampled comparisons come from `self.rng`.
 
     Raises:
-        ConfigError: a set larger than the batch; no set of two wordings; no length; rows that name no set.
+        ConfigError: a set larger than the batch; no set of two wordings; rows that name no set.
         MethodError: a set larger than the batch; an answer that is no text; not one similarity in [0, 1] per pair.
-        StateError: the state belongs to a dataset with other sets.
 
     Source: arXiv 2510.04392 (Con-RAG), without code.
     """
@@ -108,8 +107,6 @@ class PsGrpo(Method):
         )
 
     def start(self, run: Run) -> None:
-        if run.dataset is None or run.dataset_size is None:
-            raise ConfigError("the dataset is a stream; give one with random access, or remove `ps_grpo`.")
         self._of = self._sets(run)
         self._check_sets(self._of, run)
         alone = int((self._of.size == 1).sum())
@@ -122,7 +119,7 @@ class PsGrpo(Method):
 
     def _sets(self, run: Run) -> Sets:
         column = self.params.set_column
-        dataset, size = run.dataset, run.dataset_size or 0
+        dataset, size = dataset_of(run), run.dataset_size or 0
         return Sets.of(
             list(dataset[column]) if self._whole_column(run) else [cell(dataset, i, column) for i in range(size)],
             column,
@@ -147,12 +144,7 @@ class PsGrpo(Method):
 
     def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
         """The wordings of the next sets; then any others, which `plan` leaves out."""
-        sets, waiting = self._of, self.state["waiting"]
-        if len(waiting) and int(waiting.max()) >= len(sets.size):
-            raise StateError(
-                f"The state has {int(waiting.max()) + 1} or more sets, and the dataset has {len(sets.size)}. Resume "
-                f"with the dataset of the checkpoint, or start a new run from its weights."
-            )
+        sets = self._of
         taken = np.array([i for i in pool.taken if i >= 0], dtype=np.int64)
         if not len(taken):
             self._too_large = 0 if n >= sets.size.max() else n

@@ -154,11 +154,6 @@ def merge(
     return found
 
 
-def renumber(experiences: Experiences) -> dict[str, str]:
-    """The same texts in the same order under the ids G0, G1 and so on."""
-    return {f"G{i}": text for i, text in enumerate(experiences.values())}
-
-
 def _text(value: Any) -> str:
     """A text as it is, anything else as none."""
     return value if isinstance(value, str) and value.strip() else ""

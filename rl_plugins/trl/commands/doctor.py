@@ -265,9 +265,9 @@ def _batch(
 
 def _first_plan(stack: MethodStack, known: capabilities.KnownRun) -> Plan | None:
     """The plan of the first batch, with TRL's own prompts as the proposal."""
-    stack.start(capabilities.run_of(known))
-    if known.size is None and stack.claims["select_prompts"]:
+    if known.size is None and ("prompt_index" in stack.needs or stack.claims["select_prompts"]):
         return None  # refused by the pre-flight check
+    stack.start(capabilities.run_of(known))
     prompts = known.args.generation_batch_size // known.args.num_generations
     return capabilities.first_plan_of(stack, known, range(prompts if known.size is None else min(prompts, known.size)))
 

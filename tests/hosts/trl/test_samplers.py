@@ -80,11 +80,18 @@ def test_refused(tmp_path: Any, names: list[str], params: dict[str, Any], messag
 
 @pytest.mark.parametrize(
     "name",
-    ["linear_ts", "vade", "gdro_prompt", "gdro_rollout", "drive", "best_perm", "xrpo_seeds", "difficulty_slices"],
+    [
+        *("linear_ts", "vade", "gdro_prompt", "gdro_rollout", "drive", "best_perm", "xrpo_seeds", "difficulty_slices"),
+        *("dots", "mssr_baseline", "mssr_prompts", "ps_grpo", "v0_5"),
+    ],
 )
 def test_what_belongs_to_dataset_rows_is_refused_for_a_stream(tmp_path: Any, name: str) -> None:
-    params = {"linear_ts": {"column": "task"}, "best_perm": {"templates": ["{prompt}"]}}.get(name, {})
-    with raises(ConfigError, match=f"`{name}`"):
+    params = {
+        "linear_ts": {"column": "task"},
+        "best_perm": {"templates": ["{prompt}"]},
+        "dots": {"embeddings": "no such file"},
+    }.get(name, {})
+    with raises(ConfigError, match=f"`{name}` needs a stable dataset row .*: the dataset is a stream"):
         make(tmp_path, [name], method_params={name: params}, dataset=DATA.to_iterable_dataset())
 
 
