@@ -134,6 +134,14 @@ def test_a_built_in_file_that_cannot_be_imported_disturbs_no_other(monkeypatch):
     )
 
 
+def test_a_method_that_imports_a_module_that_moved_is_told_where_names_are(monkeypatch):
+    def old(name):
+        import rl_plugins.method  # noqa: F401
+
+    monkeypatch.setattr(registry, "_member", old)
+    assert "No module named 'rl_plugins.method'" in refused("vade") and "CHANGELOG.md" in refused("vade")
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -229,8 +229,10 @@ def load(name: str, vetoed: Collection[str] = ()) -> type[Method] | Bundle:
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as e:  # a module that exits when it is imported, too
+        moved = isinstance(e, ModuleNotFoundError) and str(e.name).startswith("rl_plugins.")
+        where = " Methods import from `rl_plugins` itself; CHANGELOG.md lists modules that moved." if moved else ""
         raise ConfigError(
-            f"The method `{name}` from {origin} cannot be loaded: {type(e).__name__}: {shortened(e)}. Repair or "
+            f"The method `{name}` from {origin} cannot be loaded: {type(e).__name__}: {shortened(e)}.{where} Repair or "
             f"uninstall that package, or remove `{name}` from `methods`."
         ) from e
     if isinstance(found, Bundle):
