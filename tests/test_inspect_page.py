@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from test_inspect import invoke, run  # noqa: F401
 
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.lab.viewer.folder import TraceFolder
 from rl_plugins.lab.viewer.page import FILES, SCRIPTS, STATIC, VENDORED, write_page
 from rl_plugins.lab.viewer.serve import PageServer
@@ -103,13 +104,16 @@ def server(run: Path) -> Iterator[PageServer]:  # noqa: F811
     thread.join()
 
 
-def get(server: PageServer, path: str, host: str | None = None) -> tuple[int, bytes]:
+def get(server: PageServer, path: str, host: str | None = None, **headers: str) -> tuple[int, bytes]:
     link = http.client.HTTPConnection("127.0.0.1", server.server_address[1])
     link.putrequest("GET", path, skip_host=host is not None)
     if host is not None:
         link.putheader("Host", host)
+    for name, text in headers.items():
+        link.putheader(name.replace("_", "-"), text)
     link.endheaders()
     answer = link.getresponse()
+    assert answer.status != 200 or answer.headers["Cross-Origin-Resource-Policy"] == "same-origin"
     return answer.status, answer.read()
 
 
@@ -138,6 +142,22 @@ def test_the_server_reads_nothing_else(server: PageServer, path: str) -> None:
 
 def test_a_page_elsewhere_cannot_ask_the_server(server: PageServer) -> None:
     assert get(server, "/data/run.js", host="evil.example:80")[0] == 403
+    assert get(server, "/data/run.js", Sec_Fetch_Site="cross-site")[0] == 403
+    assert get(server, "/data/run.js", Sec_Fetch_Site="same-origin")[0] == 200
+
+
+def test_a_folder_of_somebody_else_is_not_touched(run: Path, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.csv").write_text("1")
+    (tmp_path / "index.html").write_text("mine")
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    done = invoke(str(run), "--html", str(tmp_path))
+    assert done.exit_code == 2 and str(tmp_path) in done.output
+    with pytest.raises(ConfigError):
+        list(write_page(TraceFolder(run), tmp_path / "index.html"))
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    out = tmp_path / "page"
+    assert [list(write_page(TraceFolder(run), out)) for _ in range(2)] == [[0, 2]] * 2
 
 
 def test_a_port_that_is_taken_is_named(server: PageServer, run: Path) -> None:  # noqa: F811

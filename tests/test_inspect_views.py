@@ -314,8 +314,8 @@ def test_clips_learning_rates_and_notes_of_prompts_are_in_the_summary(special: P
 
 @pytest.mark.browser
 def test_ratios_pruned_pieces_and_compared_turns(special: Path, tmp_path: Path, browser: Browser) -> None:
-    list(write_page(TraceFolder(special), tmp_path))
-    browser.open(f"file://{tmp_path}/index.html#batch=0&show=clipped")
+    list(write_page(TraceFolder(special), tmp_path / "page"))
+    browser.open(f"file://{tmp_path}/page/index.html#batch=0&show=clipped")
     assert [r[0] for r in rows_of(browser)] == ["0"]
     browser.move("#batch=0&group=0", "document.querySelector('svg.tree')")
     drawn = browser.run("[...document.querySelectorAll('svg.tree .gone-branch')].map(g => g.textContent)")
@@ -374,10 +374,10 @@ def test_a_line_of_10_mb(tmp_path: Path, browser: Browser) -> None:
 
 @pytest.mark.browser
 def test_hostile_texts_stay_texts(hostile_run: Path, tmp_path: Path, browser: Browser) -> None:  # noqa: F811
-    list(write_page(TraceFolder(hostile_run), tmp_path))
+    list(write_page(TraceFolder(hostile_run), tmp_path / "page"))
     scripts = None
     for place in ("#batch=0&group=0", "#batch=0&group=1&rollout=4", "#batch=2&group=1"):
-        browser.open(f"file://{tmp_path}/index.html{place}")
+        browser.open(f"file://{tmp_path}/page/index.html{place}")
         text = browser.run("document.body.innerText")
         assert "<script>alert(1)</script>" in text and "\\u001b[2J" in text
         assert not {"\u202e", "\x1b", "\x00"} & set(text)

@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.lab.viewer.folder import TraceFolder
 from rl_plugins.lab.viewer.summary import batch_summary
 from rl_plugins.lab.viewer.trees import tree_of
@@ -32,6 +33,7 @@ FILES = (
     *(f"vendor/{name}" for name in VENDORED),
     *(f"vendor/{name}-LICENSE.txt" for name in ("htm", "preact", "uplot", "diff")),
 )
+MARK = ".rl-plugins-page"  # says that the folder is a page, and may be replaced
 OTHER = "other"
 LONGEST_TOKEN = 200  # characters of a token's text
 # columns of a row that the page has from elsewhere
@@ -67,7 +69,14 @@ def write_page(trace: TraceFolder, out: Path, other: TraceFolder | None = None) 
     Args:
         out: folder; a page that is there is replaced.
         other: a run that it is compared with.
+
+    Raises:
+        ConfigError: the folder has files and is no page. Nothing in it is changed.
     """
+    if out.exists() and not (out / MARK).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is no page that `inspect` wrote, and it is not empty. Give a new or empty folder.")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MARK).touch()
     shutil.rmtree(out / "data", ignore_errors=True)
     for name in FILES:
         (out / name).parent.mkdir(parents=True, exist_ok=True)

@@ -55,7 +55,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         # a page elsewhere that resolves to this address asks under a name of its own
-        if self.headers.get("Host", "").rsplit(":", 1)[0] not in (HOST, "localhost"):
+        of_here = self.headers.get("Host", "").rsplit(":", 1)[0] in (HOST, "localhost")
+        if not of_here or self.headers.get("Sec-Fetch-Site") == "cross-site":  # a <script src> of any web page
             return self.send_error(HTTPStatus.FORBIDDEN)
         path = urlsplit(self.path).path
         name = "index.html" if path == "/" else path.removeprefix("/")
@@ -82,6 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", f"{TYPES[kind]}; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))
         self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
         self.wfile.write(content)
