@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import sys
 import tomllib
 from collections import defaultdict
 from pathlib import Path
@@ -84,3 +85,28 @@ def test_files_that_are_no_code_are_in_the_package() -> None:
     packed = {file for pattern in patterns for file in PACKAGE.glob(pattern)}
     there = {f for f in PACKAGE.rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")}
     assert there <= packed, sorted(str(f.relative_to(PACKAGE)) for f in there - packed)
+
+
+def test_what_a_plain_install_imports_is_declared() -> None:
+    """Packages used outside the adapters and `lab`: another package may stop bringing them."""
+    text = (ROOT / "pyproject.toml").read_text()
+    declared = {re.split(r"[<>=]", d)[0] for d in tomllib.loads(text)["project"]["dependencies"]}
+    named = {"pyyaml": "yaml"}
+    known = {named.get(d, d) for d in declared} | {"rl_plugins", *sys.stdlib_module_names}
+    known |= {"accelerate", "fsspec"}  # of TRL's processes; of an exchange in a cloud, whose error names it
+    rooms = ("core", "kit", "tools", "methods", "runtime", "cards", "commands", "testing")
+    missing = {
+        (module, str(file.relative_to(PACKAGE)))
+        for room in rooms
+        for file in (PACKAGE / room).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for module in _imported(node)
+        if module not in known
+    }
+    assert not missing
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name.partition(".")[0] for alias in node.names]
+    return [node.module.partition(".")[0]] if isinstance(node, ast.ImportFrom) and node.module else []
