@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from rl_plugins.core.errors import MethodError, RLPluginsError
-from rl_plugins.runtime.seconds import SECONDS
 
 T = TypeVar("T")
 
@@ -37,8 +36,7 @@ def on_driver(accelerator: Ranks, decide: Callable[[], T]) -> T:
     if accelerator.num_processes == 1:
         return decide()
     box: list[Any] = [_outcome(decide) if accelerator.is_main_process else None]
-    with SECONDS.part("gather"):
-        broadcast_object_list(box)
+    broadcast_object_list(box)
     return _opened(box[0])
 
 
@@ -56,8 +54,7 @@ def on_driver_for_each(accelerator: Ranks, decide: Callable[[], Sequence[T]]) ->
         ranks = accelerator.num_processes
         boxes = [(kind, part) for part in content] if kind == "done" else [(kind, content)] * ranks
     mine: list[Any] = [None]
-    with SECONDS.part("gather"):
-        torch.distributed.scatter_object_list(mine, boxes, src=0)
+    torch.distributed.scatter_object_list(mine, boxes, src=0)
     return _opened(mine[0])
 
 
@@ -84,8 +81,7 @@ def gather(accelerator: Ranks, part: T) -> list[T]:
         return [part]
     from accelerate.utils import gather_object
 
-    with SECONDS.part("gather"):
-        parts: list[T] = gather_object([part])
+    parts: list[T] = gather_object([part])
     return parts
 
 
@@ -94,8 +90,7 @@ def to_driver(accelerator: Ranks, part: T) -> list[T]:
     if accelerator.num_processes == 1:
         return [part]
     parts: list[Any] | None = [None] * accelerator.num_processes if accelerator.is_main_process else None
-    with SECONDS.part("gather"):
-        torch.distributed.gather_object(part, parts, dst=0)
+    torch.distributed.gather_object(part, parts, dst=0)
     return parts or []
 
 
@@ -116,17 +111,16 @@ def to_owners(accelerator: Ranks, items: Mapping[int, T], owner: Callable[[int],
     for place, item in items.items():
         leaving[owner(place)][place] = item
     mine, leaving[rank] = leaving[rank], {}
-    with SECONDS.part("gather"):
-        packed = [pickle.dumps(part) if part else b"" for part in leaving]
-        device = accelerator.device
-        sizes = torch.tensor([len(p) for p in packed], device=device)
-        coming = torch.empty_like(sizes)
-        torch.distributed.all_to_all_single(coming, sizes)
-        sent = torch.frombuffer(bytearray(b"".join(packed)) or bytearray(1), dtype=torch.uint8).to(device)
-        got = torch.empty(int(coming.sum()), dtype=torch.uint8, device=device)
-        torch.distributed.all_to_all_single(got, sent[: int(sizes.sum())], coming.tolist(), sizes.tolist())
-        for part in torch.split(got.cpu(), coming.tolist()):
-            mine |= pickle.loads(part.numpy().tobytes()) if len(part) else {}
+    packed = [pickle.dumps(part) if part else b"" for part in leaving]
+    device = accelerator.device
+    sizes = torch.tensor([len(p) for p in packed], device=device)
+    coming = torch.empty_like(sizes)
+    torch.distributed.all_to_all_single(coming, sizes)
+    sent = torch.frombuffer(bytearray(b"".join(packed)) or bytearray(1), dtype=torch.uint8).to(device)
+    got = torch.empty(int(coming.sum()), dtype=torch.uint8, device=device)
+    torch.distributed.all_to_all_single(got, sent[: int(sizes.sum())], coming.tolist(), sizes.tolist())
+    for part in torch.split(got.cpu(), coming.tolist()):
+        mine |= pickle.loads(part.numpy().tobytes()) if len(part) else {}
     return mine
 
 

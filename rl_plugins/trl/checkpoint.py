@@ -22,7 +22,6 @@ from rl_plugins.runtime.costs import NOTE, Costs
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.ranks import gather, on_driver
 from rl_plugins.runtime.resume import resume, save_run
-from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.update import SKIPPED, SkippedSteps, check_gradient
 from rl_plugins.trl import logs
 from rl_plugins.trl.capabilities import known_of, run_of, too_few_prompts
@@ -73,10 +72,8 @@ class RunCallback(TrainerCallback):
         self._started = True
 
     def log_update(self) -> None:
-        """What was logged in the update place, over micro-batches and ranks, as one value per optimizer step; and what
-        the step cost here."""
+        """What was logged in the update place, over micro-batches and ranks, as one value per optimizer step."""
         t = self.trainer
-        logs.add(t, SECONDS.take())
         if not t.methods.claimed("before_update", "policy_loss", "regularize"):
             return
         values = combine(gather(t.accelerator, t.methods.metrics.take()))

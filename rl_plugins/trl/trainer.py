@@ -18,7 +18,6 @@ from rl_plugins.runtime.costs import Costs, Meter
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.preflight import HostCapabilities, render_table
 from rl_plugins.runtime.ranks import on_driver
-from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES, build_stack
 from rl_plugins.runtime.trace import trace_of
 from rl_plugins.tools.heads import positions_by_mask
@@ -212,15 +211,14 @@ class MethodsMixin(StatefulMixin):
             logs.extend_own_columns(self, len(inputs) * self.accelerator.num_processes, {})
             return out
         try:
-            with SECONDS.part("driver"):
-                self._methods_callback.batch_begins()
-                self._generation_batch = batch = GenerationBatch(self, inputs)
-                batch.plan()
-                with batch.host_view() as rows, SECONDS.part(""):
-                    out = host(rows)
-                out = batch.finish(out)
-                costs.book(self, batch.rows_trained)
-                return out
+            self._methods_callback.batch_begins()
+            self._generation_batch = batch = GenerationBatch(self, inputs)
+            batch.plan()
+            with batch.host_view() as rows:
+                out = host(rows)
+            out = batch.finish(out)
+            costs.book(self, batch.rows_trained)
+            return out
         finally:
             self._generation_batch = None
 
@@ -248,8 +246,7 @@ class MethodsMixin(StatefulMixin):
             host = self.cheap_rollouts.with_logprobs(host)
         if batch is None or not batch.serving:
             return host(*args, **kwargs)
-        with SECONDS.part("driver"):
-            return batch.generate(SECONDS.timed("")(host), *args, **kwargs)
+        return batch.generate(host, *args, **kwargs)
 
     def rollout_generate(self, model: Any) -> Any:
         """The `generate` that makes rollouts of programs: the policy's, or that of its cheap copy in training."""
@@ -258,10 +255,7 @@ class MethodsMixin(StatefulMixin):
 
     def program_engine(self, row_of: Callable[[Prompt], DatasetRow]) -> TrlEngine:
         """TRL's own generation and reward functions, for rollout programs."""
-        generate, score = (
-            SECONDS.timed("")(super()._generate_single_turn),
-            SECONDS.timed("")(super()._calculate_rewards),
-        )
+        generate, score = super()._generate_single_turn, super()._calculate_rewards
         meter = self.meter if self.model.training else Meter()  # evaluation costs apart
         return TrlEngine(self, generate, score, row_of, meter)
 
@@ -269,8 +263,7 @@ class MethodsMixin(StatefulMixin):
         host, batch = super()._calculate_rewards, self._generation_batch
         if batch is None:
             return host(*columns, **named)
-        with SECONDS.part("driver"):
-            return batch.score(SECONDS.timed("")(host), *columns, **named)
+        return batch.score(host, *columns, **named)
 
     def _transform_advantages(self, advantages: Tensor) -> Tensor:
         """Upstream seam (patches/trl/T2): decides before TRL logs and slices, if no per-token column is needed."""
@@ -278,8 +271,7 @@ class MethodsMixin(StatefulMixin):
         batch = self._generation_batch
         if batch is None or batch.columns_wanted:
             return advantages
-        with SECONDS.part("driver"):
-            return batch.decide_in_host(advantages)
+        return batch.decide_in_host(advantages)
 
     # ---- one optimizer step
 
@@ -291,18 +283,13 @@ class MethodsMixin(StatefulMixin):
             self._nothing_trained = not self.methods.trains or micro_batch.nothing_trained(self, inputs)
             self._methods_callback.idle = self._nothing_trained
             if self.methods.claims["before_update"] and not self._nothing_trained:
-                with SECONDS.part("update"):
-                    self._methods_callback.lr_scale *= micro_batch.before_update(self)
+                self._methods_callback.lr_scale *= micro_batch.before_update(self)
         if self._nothing_trained:
             return micro_batch.no_loss(self)
         seam = self.seams.transform_per_token_loss and self.methods.aggregation == "host"
         self._loss_pass = micro_batch.LossPass(inputs, bool(self.methods.claims["policy_loss"]) and seam)
         try:
-            with SECONDS.part("update"):
-                timed = SECONDS.timed("")(host)
-                value = micro_batch.compute_loss(
-                    self, lambda *given: timed(*given, *args, **kwargs), model, self._loss_pass
-                )
+            value = micro_batch.compute_loss(self, lambda *given: host(*given, *args, **kwargs), model, self._loss_pass)
             if self.updates_seen is not None and self.updates_seen.wants_ratios:
                 self.updates_seen.saw_loss(inputs, self._loss_pass.logprobs)
             return value
@@ -328,8 +315,7 @@ class MethodsMixin(StatefulMixin):
         result: Tensor = super()._transform_per_token_loss(per_token_loss, per_token_logps, log_ratio, mask, inputs)
         if self._loss_pass is None or not self._loss_pass.through_seam:
             return result
-        with SECONDS.part("update"):
-            return update.surrogate(self.methods, self._loss_pass.terms(self))
+        return update.surrogate(self.methods, self._loss_pass.terms(self))
 
 
 class GRPOTrainer(MethodsMixin, HostTrainer):

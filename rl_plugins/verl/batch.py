@@ -30,7 +30,6 @@ from rl_plugins.core.rollouts import Rollouts, weighted_reward
 from rl_plugins.runtime.decide import Decision, Selection, decide_advantages, select_rows
 from rl_plugins.runtime.idle import look_for_idle
 from rl_plugins.runtime.metrics import Partial, combine
-from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.turn_table import token_turns, turn_table
 from rl_plugins.verl.capabilities import NESTED_COLUMNS
@@ -61,14 +60,12 @@ from rl_plugins.verl.rows import (
 FRAC_ZERO_STD = "rl_plugins/frac_reward_zero_std"
 
 
-@SECONDS.timed("gather")
 def fetch(batch: Batch, fields: Sequence[str] | None = None) -> Columns:
     """Columns of the rows of a batch; those nobody wrote are left out."""
     chosen = None if fields is None else list(fields)
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=chosen)
 
 
-@SECONDS.timed("split")
 def put(batch: Batch, columns: Mapping[str, Any], keys: Sequence[str] | None = None) -> None:
     """Writes columns of a batch's rows, or of some of them."""
     rows = list(batch.keys if keys is None else keys)

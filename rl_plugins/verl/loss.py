@@ -22,7 +22,6 @@ from torch import Tensor
 from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.rollouts import Rows, Terms
 from rl_plugins.runtime.metrics import combine
-from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.update import SKIPPED, before_update, masked_sum, regularizer, surrogate
 from rl_plugins.verl.compat import passes_extra_fields
@@ -76,14 +75,13 @@ class MethodsLoss:
 
     # ---- one micro-batch
 
-    @SECONDS.timed("update")
     def __call__(
         self, model_output: Mapping[str, Tensor], data: Columns, dp_group: Any = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Loss and metrics of a micro-batch, as verl's engine asks for them."""
         from verl.workers.utils import losses
 
-        stack, ppo_loss = self.stack, SECONDS.timed("")(losses.ppo_loss)
+        stack, ppo_loss = self.stack, losses.ppo_loss
         if not stack.claimed("policy_loss", "regularize"):
             return ppo_loss(self.actor, model_output, data, dp_group)
         own = stack.claimed("policy_loss")
@@ -170,7 +168,6 @@ class MethodsLoss:
 
     # ---- one optimizer step
 
-    @SECONDS.timed("update")
     def train_batch(self, host: Callable[..., dict[str, Any]], engine: TrainingEngine, data: Columns) -> dict[str, Any]:
         """verl's optimizer step on this rank's rows of one mini-batch.
 
@@ -202,7 +199,7 @@ class MethodsLoss:
         for g in engine.optimizer.param_groups:
             g["lr"] = g["lr"] * scale
         try:
-            output = SECONDS.timed("")(host)(engine, data, loss_function=self)
+            output = host(engine, data, loss_function=self)
         finally:
             for g, rate in zip(engine.optimizer.param_groups, rates, strict=True):
                 g["lr"] = rate
@@ -210,7 +207,6 @@ class MethodsLoss:
         values: dict[str, float] = {}
         if self.stack.claimed("before_update", "policy_loss", "regularize"):
             values = combine(_gather(self.stack.metrics.take(), group))
-        values |= SECONDS.take()
         if engine.is_mp_src_rank_with_outputs():
             values[SKIPPED] = float(not math.isfinite(output["metrics"]["grad_norm"]))  # verl's engines leave it out
             output["metrics"][STEPS] = [float(self._steps_since)]
@@ -349,8 +345,7 @@ def _current_logprobs(engine: TrainingEngine, data: Columns) -> Tensor:
 
     batch = data.clone(recurse=False)
     tu.assign_non_tensor(batch, compute_loss=False, calculate_entropy=False)
-    with SECONDS.part(""):
-        output = engine.infer_batch(batch)
+    output = engine.infer_batch(batch)
     return flat(response_from_nested(output["model_output"]["log_probs"], data["response_mask"]))
 
 

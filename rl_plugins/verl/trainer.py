@@ -26,7 +26,6 @@ from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.plan import in_evaluation
 from rl_plugins.runtime.resume import resume, save_run
 from rl_plugins.runtime.rounds import Rounds, in_rounds
-from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.staleness import staleness_metrics
 from rl_plugins.runtime.update import SKIPPED, SkippedSteps
 from rl_plugins.verl import host, loss, start
@@ -188,16 +187,13 @@ class MethodsTrainer(host.Trainer):
         batch = super()._next_train_batch(num_prompts)
         if not self.methods:
             return batch
-        with SECONDS.part("driver"):
-            proposal, known = [int(i) for i in batch[PROMPT_INDEX]], self.known()
-            size, plans = int(self.config.data.train_batch_size), []
-            for first in range(0, len(proposal), size):  # a warm-up has several batches
-                part = proposal[first : first + size]
-                plans.append(known.plan(self.methods, part))
-                known.check_plan(self.methods, plans[-1], len(part))
-            planned, uids = self._build(
-                [row for plan in plans for row in plan.rows], sizes=[len(p.rows) for p in plans]
-            )
+        proposal, known = [int(i) for i in batch[PROMPT_INDEX]], self.known()
+        size, plans = int(self.config.data.train_batch_size), []
+        for first in range(0, len(proposal), size):  # a warm-up has several batches
+            part = proposal[first : first + size]
+            plans.append(known.plan(self.methods, part))
+            known.check_plan(self.methods, plans[-1], len(part))
+        planned, uids = self._build([row for plan in plans for row in plan.rows], sizes=[len(p.rows) for p in plans])
         if num_prompts is None:
             self._submitted, self._planned_prompts = uids, len(uids)
         else:  # verl refills what it evicted
@@ -335,8 +331,7 @@ class MethodsTrainer(host.Trainer):
             if self.settings.rewards:
                 self._logged.append(weigh_rewards(batch, self.settings.rewards))
             return super()._balance_batch(batch, metrics, *args, **kwargs)
-        with SECONDS.part("driver"):
-            self._selected = self._decisions().select(batch)
+        self._selected = self._decisions().select(batch)
         self._first_balance = not self.use_critic
         try:
             return super()._balance_batch(self._selected.batch, metrics, *args, **kwargs)
@@ -387,11 +382,10 @@ class MethodsTrainer(host.Trainer):
         if self._selected is None:
             self.costs.rows_trained_total += sum(not is_padding(tag) for tag in batch.tags)
             return batch
-        with SECONDS.part("driver"):
-            decided = self._decisions().decide_advantages(batch, self._selected)
+        decided = self._decisions().decide_advantages(batch, self._selected)
         self._selected, self._decided = None, decided
         self.costs.rows_trained_total += int(decided.decision.trained.sum())
-        self._logged += [dict(decided.metrics), SECONDS.take()]
+        self._logged.append(dict(decided.metrics))
         trained = decided.decision.rollouts.subset(decided.decision.stays)
         self._ages.append(self._published - torch.stack([trained.newest_version, trained.version]))
         batch = decided.batch
@@ -424,7 +418,7 @@ class MethodsTrainer(host.Trainer):
             self._steps_since = loss.take_steps(metrics)
             values = loss.take_metrics(metrics)
             self._skipped.count(self.methods, values.get(SKIPPED, 0.0))
-            self.methods.stats = {name: value for name, value in values.items() if not SECONDS.has(name)}
+            self.methods.stats = values
             self._logged.append({f"actor/{name}": value for name, value in values.items()})
         return batch
 

@@ -14,7 +14,6 @@ from rl_plugins.runtime.decide import check_full, decide
 from rl_plugins.runtime.idle import look_for_idle
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import check_length, check_rewards, check_versions, first_plan
-from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.staleness import staleness_metrics
 from rl_plugins.trl import logs
 from rl_plugins.trl.asynchronous.capabilities import rows_per_step
@@ -63,16 +62,12 @@ class Deciding(torch.utils.data.IterableDataset[dict[str, Any]]):
                 entries = self._planned(source)
             else:
                 entries = [e for _ in range(groups) for e in self._group(source)]
-            with SECONDS.part("driver"):
-                rows = self._decided(entries)
-            yield from rows
+            yield from self._decided(entries)
 
     def _planned(self, source: Iterator[dict[str, Any]]) -> list[QueueEntry]:
         """What the methods plan, made by our worker, which generates when it is asked."""
         worker = self.trainer.rollout_worker
-        with SECONDS.part("driver"):
-            plan = self._plan(worker.proposal())
-        worker.make(plan)
+        worker.make(self._plan(worker.proposal()))
         return [self._next(source) for _ in range(worker.qsize())]
 
     def _plan(self, proposal: Sequence[int]) -> tuple[PlanRow, ...]:

@@ -21,7 +21,6 @@ from rl_plugins.core.errors import MethodError
 from rl_plugins.core.rollouts import Rows, Terms
 from rl_plugins.runtime import update
 from rl_plugins.runtime.ranks import gather
-from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl.asynchronous.packing import LIVE, ROW, STEP, TOKEN
 from rl_plugins.trl.asynchronous.samples import GROUP, NEWEST, SAMPLED, VERSION, VERSIONS
 from rl_plugins.trl.changes import changed
@@ -225,7 +224,6 @@ def _live(trainer: Any, host_loss: HostLoss, flat: Flat, micro_batches: int) -> 
     quiet: dict[str, Any] = {"_metrics": {"train": defaultdict(list), "eval": defaultdict(list)}}
     quiet["current_gradient_accumulation_steps"] = micro_batches
     with (
-        SECONDS.part(""),
         torch.no_grad(),
         changed(trainer, **counters, **quiet),
         outputs_of(trainer.accelerator.unwrap_model(trainer.model)) as seen,

@@ -17,7 +17,6 @@ from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.preflight import render_table
 from rl_plugins.runtime.ranks import on_driver
 from rl_plugins.runtime.resume import resume
-from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.trl import logs
 from rl_plugins.trl.asynchronous import capabilities, loss
@@ -132,8 +131,7 @@ class AsyncMethodsMixin(StatefulMixin):
             callback = self._methods_callback
             host, model = super().compute_loss, self.model_wrapped
             model.train()
-            with SECONDS.part("update"):
-                scale, callback.idle = loss.step_begins(self, lambda inputs: host(model, inputs), batches)
+            scale, callback.idle = loss.step_begins(self, lambda inputs: host(model, inputs), batches)
             callback.lr_scale *= scale
             if self._driver is not None:
                 logs.add(self, self._driver.logged.pop(self.state.global_step, {}))
@@ -143,9 +141,7 @@ class AsyncMethodsMixin(StatefulMixin):
         host = super().compute_loss
         if not self.methods or not self.model.training:
             return host(model, inputs, *args, **kwargs)
-        with SECONDS.part("update"):
-            timed = SECONDS.timed("")(host)
-            return loss.compute_loss(self, lambda given: timed(model, given, *args, **kwargs), inputs)
+        return loss.compute_loss(self, lambda given: host(model, given, *args, **kwargs), inputs)
 
 
 class AsyncCallback(RunCallback):

@@ -25,7 +25,6 @@ from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import check_length, check_rewards, check_versions
 from rl_plugins.runtime.ranks import deal, gather, on_driver, on_driver_for_each, to_driver, to_owners
 from rl_plugins.runtime.rounds import Rounds, in_rounds
-from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.staleness import staleness_metrics
 from rl_plugins.trl import logs
 from rl_plugins.trl.capabilities import first_plan_of, known_of
@@ -231,8 +230,7 @@ class GenerationBatch:
         inputs = self._inputs()
         self.serving = True
         prompts = [x["prompt"] for x in inputs]
-        with SECONDS.part(""):
-            new = HostRows.of(t._generate(prompts))
+        new = HostRows.of(t._generate(prompts))
         rewards = t._calculate_rewards(inputs, prompts, new.completions, new.ids).double().tolist()
         t.state.num_input_tokens_seen = seen
         t._metrics["train"].clear()
@@ -404,15 +402,11 @@ class GenerationBatch:
             logs.correct(self.trainer, decided.decision, rows, regular, decided.lengths, decided.metrics or {})
         self.decided = decided
         assert self.inside is not None
-        with SECONDS.part("split"):
-            out = self._with_versions(out)
-            if self.trainer.updates_seen is not None and self.trainer.updates_seen.wants_ratios:
-                first = sum(
-                    r.plan is not None for part in self.work.rows[: self.accelerator.process_index] for r in part
-                )
-                out = with_rows(out, len(self.inside), first)
-            out = apply_decision(self.trainer, out, self.inside, decided.mine, self.batch_rows)
-        return out
+        out = self._with_versions(out)
+        if self.trainer.updates_seen is not None and self.trainer.updates_seen.wants_ratios:
+            first = sum(r.plan is not None for part in self.work.rows[: self.accelerator.process_index] for r in part)
+            out = with_rows(out, len(self.inside), first)
+        return apply_decision(self.trainer, out, self.inside, decided.mine, self.batch_rows)
 
     def _with_versions(self, out: HostBatch) -> HostBatch:
         """TRL's batch with the versions that hooks in the update see."""
@@ -520,8 +514,7 @@ class GenerationBatch:
             logged = combine([*of_programs, self.stack.metrics.take()]) | _staleness_of(decision)
             look_for_idle(self.stack, decision, logged)
             on_driver_only.update(decision=decision, lengths=lengths, metrics=logged)
-            with SECONDS.part("split"):
-                return [(part, self.stack.batch) for part in local_decisions(decision, sizes, self.batch_rows)]
+            return [(part, self.stack.batch) for part in local_decisions(decision, sizes, self.batch_rows)]
 
         mine, self.stack.batch = on_driver_for_each(self.accelerator, run)
         return RankDecision(mine, **on_driver_only)

@@ -24,7 +24,6 @@ from rl_plugins.core.rollouts import weighted_reward
 from rl_plugins.runtime.chat import TokenizerChat
 from rl_plugins.runtime.costs import Meter, policy_made
 from rl_plugins.runtime.ranks import gather
-from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl.changes import changed
 from rl_plugins.trl.generation.context_cache import ContextCache
 from rl_plugins.trl.generation.costs import count
@@ -181,9 +180,9 @@ class TrlEngine:
             else:
                 watch.cuts = cuts_of(config, model.generation_config)
             watch.start = kwargs["input_ids"].size(1)
-            with SECONDS.part("programs"), self.meter.busy():
+            with self.meter.busy():
                 out = self.contexts.generate(
-                    SECONDS.timed("")(host),
+                    host,
                     model,
                     config,
                     logits_processor=LogitsProcessorList([watch]),

@@ -11,7 +11,6 @@ from rl_plugins.core.rollouts import PlanRow
 from rl_plugins.runtime.plan import split_plan
 from rl_plugins.runtime.programs import Running, given_trajectory, run
 from rl_plugins.runtime.ranks import gather, rows_each, to_owners
-from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.turn_table import spans
 from rl_plugins.trl.host import DatasetRow, HostTrainer, Trainer, tokenizer_of
 
@@ -58,7 +57,6 @@ def outline(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, prompt=(), tokens=(), kinds=(), logprobs=(), versions=(), turns=())
 
 
-@SECONDS.timed("programs")
 def make_rollouts(
     trainer: Trainer, plan: Sequence[PlanRow], rows: Sequence[DatasetRow], training: bool
 ) -> list[tuple[Prompt, list[list[Trajectory]]]]:

@@ -10,7 +10,6 @@ from rl_plugins.core.rollouts import PlanRow
 from rl_plugins.runtime.carry_over import Group, admit, finished, requeue, without_redundant
 from rl_plugins.runtime.plan import check_length
 from rl_plugins.runtime.ranks import on_driver, on_driver_for_each, rows_each, to_driver, to_owners
-from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl.generation.programs import ProgramRow, outline
 from rl_plugins.trl.generation.prompts import Prompts
 from rl_plugins.trl.host import DatasetRow, Trainer
@@ -53,7 +52,6 @@ def run_queue(trainer: Trainer, prompts: Prompts) -> list[ProgramRow]:
     return [replace(row, trajectory=own.get(i, row.trajectory)) for i, row in enumerate(trained or rows)]
 
 
-@SECONDS.timed("programs")
 def decode(
     trainer: Trainer, groups: Sequence[Group], enough: int, row_of: Callable[[PlanRow], DatasetRow]
 ) -> tuple[list[Group], list[int]]:

@@ -22,7 +22,6 @@ from transformers import (
 )
 
 from rl_plugins.core.requests import Generated
-from rl_plugins.runtime.seconds import SECONDS
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,6 @@ class SamplingWatch(LogitsProcessor):  # type: ignore[misc]
         self._top: list[tuple[Tensor, Tensor]] = []
         self._table: list[Any] = []  # when all is over: log-probs, top values, top tokens of all rows
 
-    @SECONDS.timed("programs")
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._take(input_ids)
         logits = scores.float()
@@ -128,7 +126,6 @@ class SamplingStop(StoppingCriteria):  # type: ignore[misc]
         self.done = torch.zeros(len(watch.limits), dtype=torch.bool)
         self.ended = self.done.clone()
 
-    @SECONDS.timed("programs")
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         w = self.watch
         made = input_ids.size(1) - w.start

@@ -19,7 +19,6 @@ from rl_plugins.core.losses import TRL_AGGREGATION, aggregate
 from rl_plugins.core.rollouts import Rows, Terms
 from rl_plugins.runtime import update
 from rl_plugins.runtime.ranks import gather
-from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl.capabilities import ROW_LOSSES
 from rl_plugins.trl.host import (
     NEWEST_VERSION,
@@ -135,7 +134,7 @@ def _rows_of(trainer: Trainer, window: Sequence[HostBatch]) -> Rows:
     def current(batch: HostBatch) -> Tensor | None:
         if "current_logprobs" not in trainer.methods.needs:
             return None
-        with torch.no_grad(), SECONDS.part(""):
+        with torch.no_grad():
             values = trainer._get_per_token_logps_and_entropies(
                 trainer.model, *model_input(batch), **more_model_input(batch)
             )
