@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import os
 import random
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +23,7 @@ from hypothesis import strategies as st
 from rl_plugins.core.rollouts import RewardFunction, Run
 from rl_plugins.testing.data import make_run
 from rl_plugins.tools.audit import AuditReport, Options, duplicates, lint, preflight
-from rl_plugins.tools.audit.answers import canonical, extract_answer, kind_of, wrong_numbers
+from rl_plugins.tools.audit.answers import WrongAnswers, canonical, extract_answer, kind_of, wrong_numbers
 from rl_plugins.tools.audit.provenance import changed, hash_of_function, provenance
 from rl_plugins.tools.audit.rows import normal, oddities, with_cell, with_prompt, words_of
 from rl_plugins.tools.audit.scoring import RewardCaller
@@ -222,6 +225,36 @@ def test_exceptions_are_told_and_the_row_is_unscored():
     assert any(f.kind == "raised" and "KeyError" in f.text for f in report.findings) and not report.critical
     (unscored,) = [f for f in report.findings if f.kind == "unscored"]
     assert list(unscored.rows) == [i for i, r in enumerate(rows) if r["source"] == "web"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [lambda r, t: [][0], lambda r, t: None, lambda r, t: math.nan, lambda r, t: sys.exit(0), lambda r, t: os._exit(0)],
+)
+def test_a_reward_that_is_never_given_is_critical(answer):
+    report = report_of(rows_of(40), answer)
+    assert [f.kind for f in report.critical] == ["no_reward"] and report.looked
+    assert not any(f.kind == "not_read" for f in report.findings)
+    beside = report_of(rows_of(40), right, answer)
+    (found,) = [f for f in beside.findings if f.kind == "no_reward"]
+    assert found.severity == ("critical" if found.details["raised"] else "warn")
+
+
+def test_a_process_that_a_reward_function_forks_ends_by_os_exit():
+    def forks(row, text):
+        child = os.fork()
+        if not child:
+            os._exit(7)
+        return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7) * right(row, text)
+
+    report = report_of(rows_of(5), forks)
+    assert not report.critical and not any(f.kind == "raised" for f in report.findings)
+
+
+def test_an_answer_of_thousands_of_digits_gets_wrong_answers():
+    gold = "9" * 4400
+    wrong = WrongAnswers([gold], 3)(gold, {}, np.random.default_rng(0))
+    assert len(wrong) == 3 and "1" + "0" * 4400 in wrong and gold not in wrong
 
 
 def test_a_sample_of_the_rows_is_told():

@@ -79,8 +79,24 @@ def test_the_reward_functions_of_the_examples_for_verl(tmp_path):
     )
     text = audit("--host", "verl", "--", *run, *planted, status=1)
     assert "level = 2" in text
-    text = audit("--host", "verl", "--", *run, "reward.reward_model.enable=True")
-    assert "NOT LOOKED AT" in text and "the run has a reward model" in text and "could not be done" in text
+    text = audit("--host", "verl", "--", *run, "reward.reward_model.enable=True", status=3)
+    assert "NOT LOOKED AT" in text and "the run has a reward model" in text
+
+
+def test_no_reward_at_all_ends_the_chain_and_escape_sequences_are_written_out(laptop):
+    (laptop / "bad_rewards.py").write_text(
+        "import sys\n\n"
+        "def ends(completions, **columns):\n    sys.exit(0)\n\n"
+        "def raises(completions, **columns):\n    raise ValueError('\\x1b[2J')\n\n"
+        "def nothing(completions, **columns):\n    return [None for _ in completions]\n"
+    )
+    for name in ("ends", "raises", "nothing"):
+        text = audit("run.yaml", "--reward_funcs", f"bad_rewards.{name}", "--reward_weights", "1", status=1)
+        assert "\x1b[2J" not in text
+    page = audit(
+        "run.yaml", "--reward_funcs", "bad_rewards.raises", "--reward_weights", "1", "--max-rows", "5", status=1
+    )
+    assert "\\x1b[2J" in page
 
 
 def test_what_is_refused_says_what_to_change(laptop):
@@ -99,5 +115,5 @@ def test_what_is_refused_says_what_to_change(laptop):
 
 def test_the_help_teaches():
     text = audit("--help")
-    for word in ("Gold contrast", "Near-duplicates", "critical", "exit status is 1", "rl-plugins audit run.yaml"):
+    for word in ("Gold contrast", "Near-duplicates", "critical", "Exit status", "rl-plugins audit run.yaml"):
         assert word in text

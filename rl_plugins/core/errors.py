@@ -43,6 +43,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(f'`{n}`' for n in near)}?" if near else ""
 
 
+def printable(text: str) -> str:
+    """A text from outside as a terminal may show it: control characters, of escape sequences too, as Python writes
+    them (`\\x1b`). Line ends stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
 def shown(value: Any, length: int = LONGEST) -> str:
     """`value` as a message may repeat it: its `repr`, cut. Large, deep and circular values take no time, and one whose
     `repr` raises is named by its type."""
@@ -50,7 +58,7 @@ def shown(value: Any, length: int = LONGEST) -> str:
 
 
 def shortened(text: Any, length: int = LONGEST) -> str:
-    """A text, or what an exception says, cut."""
+    """A text, or what an exception says, cut and `printable`."""
     if not isinstance(text, str):
         try:
             text = str(text)
@@ -58,7 +66,7 @@ def shortened(text: Any, length: int = LONGEST) -> str:
             raise
         except BaseException:  # an exception of somebody else whose text cannot be had
             text = f"<{type(text).__name__} whose text cannot be made>"
-    return text if len(text) <= length else f"{text[:length]} [cut]"
+    return printable(text if len(text) <= length else f"{text[:length]} [cut]")
 
 
 def _shown(value: Any, room: int, depth: int) -> str:

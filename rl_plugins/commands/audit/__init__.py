@@ -15,6 +15,8 @@ from rl_plugins.core.errors import ConfigError
 if TYPE_CHECKING:
     from rl_plugins.core.rollouts import Run
 
+CRITICAL, NOTHING_LOOKED_AT = 1, 3  # exit statuses; 2 is a run that is refused
+
 
 def audit(
     words: Annotated[
@@ -59,9 +61,16 @@ def audit(
 
     \b
     What a finding means:
-      critical   The reward is wrong on some rows. The exit status is 1.
+      critical   The reward is wrong, on some rows or on all.
       warn       This may be meant. Look at it.
       info       For your information.
+
+    \b
+    Exit status:
+      0   No critical finding.
+      1   A critical finding.
+      2   The run is refused: something named does not exist, or does not fit.
+      3   Nothing could be looked at: no reward function can be called here, or no right answers.
 
     An audit without findings is no proof: it looks where errors usually are. The method `reward_audit` goes on
     looking while the model trains. docs/audit.md explains each finding.
@@ -115,7 +124,7 @@ def audit(
         (out / "report.json").write_text(json.dumps(plain(report, options), indent=2) + "\n", encoding="utf-8")
         (out / "report.html").write_text(as_html(report, options), encoding="utf-8")
         console.print(Text(f"Written: {out / 'report.html'} and {out / 'report.json'}"))
-    raise typer.Exit(int(bool(report.critical)))
+    raise typer.Exit(CRITICAL if report.critical else 0 if report.looked else NOTHING_LOOKED_AT)
 
 
 def _run(host: HostName, words: Sequence[str]) -> Run:

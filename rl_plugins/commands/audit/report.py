@@ -9,12 +9,13 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from rl_plugins.core.errors import printable
 from rl_plugins.tools.audit import AuditReport, Finding, Options
 from rl_plugins.tools.audit.findings import SEVERITIES
 
 STYLES = {"critical": "bold red", "warn": "yellow", "info": "cyan"}
 MEANING = {
-    "critical": "The reward is wrong on some rows. Do not train before you know why.",
+    "critical": "The reward is wrong, on some rows or on all. Do not train before you know why.",
     "warn": "This may be meant. Look at it.",
     "info": "For your information.",
 }
@@ -25,6 +26,7 @@ ADVICE = {
     "opposite_reward": "Compare the two prompts of a pair: report.json has the words that differ.",
     "label_conflict": "Correct one label, or remove one row of each pair.",
     "blind": "Print the right answer and what the reward function reads from it.",
+    "no_reward": "Call the function by hand on one row. Nothing can be trained with it.",
     "raised": "Fix the exception. During training it would end the run.",
 }
 
@@ -34,27 +36,29 @@ def print_report(console: Console, report: AuditReport) -> None:
     for name, value in report.facts.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list) else value
         if shown != "":
-            console.print(Text(f"  {name:<24}{shown}"))
+            console.print(Text(f"  {name:<24}{printable(str(shown))}"))
     for severity in SEVERITIES:
         findings = report.at(severity)
         if not findings:
             continue
         console.print(Text(f"\n{severity.upper()}  {MEANING[severity]}", style=STYLES[severity]))
         for f in findings:
-            console.print(Text(f"  {f.part}: {f.shown}"))
+            console.print(Text(f"  {f.part}: {printable(f.shown)}"))
             if f.kind in ADVICE:
                 console.print(Text(f"      next: {ADVICE[f.kind]}", style="dim"))
     if report.not_served:
         console.print(Text("\nNOT LOOKED AT", style="bold"))
         for name, why in report.not_served.items():
-            console.print(Text(f"  {name}: {why}"))
+            console.print(Text(f"  {printable(f'{name}: {why}')}"))
     console.print(Text(f"\n{verdict(report)}", style="bold"))
 
 
 def verdict(report: AuditReport) -> str:
     """The result in one sentence."""
     if report.critical:
-        return f"{len(report.critical)} critical finding(s): the reward is wrong on some rows."
+        return f"{len(report.critical)} critical finding(s): the reward is wrong."
+    if not report.looked:
+        return "Nothing was looked at: no reward function could be asked about a right answer."
     looked = [name for name in report.not_served if not name.startswith("reward function ")]
     if looked:
         return f"No critical finding, but {len(looked)} part(s) of the audit could not be done."

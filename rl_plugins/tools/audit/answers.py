@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal, localcontext
 from typing import Any, Literal
 
 import numpy as np
@@ -83,8 +84,10 @@ def wrong_numbers(gold: str, rng: np.random.Generator) -> list[str]:
     at = digits[int(rng.integers(len(digits)))]
     other = str((int(gold[at]) + int(rng.integers(1, 10))) % 10)
     whole, point, rest = gold.replace(",", "").partition(".")
+    with localcontext(prec=len(whole) + 1):  # `int` refuses thousands of digits
+        one_more = Decimal(whole) + 1
     candidates = [
-        f"{int(whole) + 1}{point}{rest}",
+        f"{one_more:f}{point}{rest}",
         gold[1:] if gold.startswith("-") else f"-{gold}",
         gold[:at] + other + gold[at + 1 :],
     ]

@@ -158,7 +158,7 @@ def _reads(
 
 def findings(rows: DatasetRows, c: Contrast, scorer: RewardCaller, column: str, tol: float) -> Iterator[Finding]:
     """What the contrast shows."""
-    silent = [n for n, reads in zip(scorer.names, c.reads, strict=True) if not reads]
+    silent = [n for n, reads, ever in zip(scorer.names, c.reads, scorer.scored, strict=True) if ever and not reads]
     if silent:
         told = ", ".join(f"`{n}`" for n in silent)
         yield Finding("info", PART, "not_read", f"{told} gives the same reward whatever stands in `{column}`.")

@@ -60,17 +60,21 @@ class AuditReport:
         findings: the severest first.
         not_served: part of the audit -> why it could not be done.
         facts: what was looked at: numbers and short texts.
+        looked: whether a reward function was asked about right answers at all.
     """
 
     findings: tuple[Finding, ...] = ()
     not_served: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    looked: bool = False
 
     @classmethod
-    def of(cls, findings: Iterable[Finding], not_served: Mapping[str, str], facts: Mapping[str, Any]) -> AuditReport:
+    def of(
+        cls, findings: Iterable[Finding], not_served: Mapping[str, str], facts: Mapping[str, Any], looked: bool
+    ) -> AuditReport:
         """A report with its findings sorted by severity."""
         order = sorted(findings, key=lambda f: SEVERITIES.index(f.severity))
-        return cls(tuple(order), dict(not_served), dict(facts))
+        return cls(tuple(order), dict(not_served), dict(facts), looked)
 
     def at(self, severity: Severity) -> Sequence[Finding]:
         """The findings of a severity."""

@@ -14,7 +14,7 @@ from rl_plugins.core.rollouts import Run
 from rl_plugins.tools.audit import contrast, duplicates, lint, metamorphic, stability
 from rl_plugins.tools.audit.answers import Corrupter, Renderer, WrongAnswers, kind_of, text_answer
 from rl_plugins.tools.audit.contrast import Contrast
-from rl_plugins.tools.audit.findings import AuditReport, Finding
+from rl_plugins.tools.audit.findings import AuditReport, Finding, Severity
 from rl_plugins.tools.audit.rows import DatasetRows, answer_column, columns_of, spread
 from rl_plugins.tools.audit.scoring import RewardCaller
 
@@ -82,7 +82,7 @@ def preflight(run: Run, options: Options, progress: Callable[[str, int], None] =
     if run.dataset is None or not run.dataset_size:
         for part in (contrast.PART, metamorphic.PART, stability.PART, duplicates.PART):
             not_served[part] = "the dataset is a stream, or not on this machine"
-        return Preflight(AuditReport.of(found, not_served, facts))
+        return Preflight(AuditReport.of(found, not_served, facts, looked=False))
     rows = DatasetRows(run.dataset, options.max_rows, rng)
     facts |= {"dataset rows": rows.size, "rows looked at": len(rows)}
     golds, c, scorer = _golds(rows, options, not_served), None, None
@@ -107,7 +107,7 @@ def preflight(run: Run, options: Options, progress: Callable[[str, int], None] =
     found += duplicates.findings(rows, c, golds, scorer, options.tau, options.delta, options.seed)
     facts["seconds"] = round(time.perf_counter() - began, 2)
     inverted = () if c is None else tuple(c.rows[c.inverted(options.tol)].tolist())
-    return Preflight(AuditReport.of(found, not_served, facts), c, inverted)
+    return Preflight(AuditReport.of(found, not_served, facts, c is not None), c, inverted)
 
 
 def _golds(rows: DatasetRows, options: Options, not_served: dict[str, str]) -> Sequence[str]:
@@ -124,7 +124,7 @@ def _golds(rows: DatasetRows, options: Options, not_served: dict[str, str]) -> S
 
 
 def _errors(scorer: RewardCaller) -> list[Finding]:
-    return [
+    return _without_reward(scorer) + [
         Finding(
             "warn",
             "reward functions",
@@ -135,3 +135,18 @@ def _errors(scorer: RewardCaller) -> list[Finding]:
         )
         for message, times in scorer.errors.items()
     ]
+
+
+def _without_reward(scorer: RewardCaller) -> list[Finding]:
+    """Functions that gave no completion a reward. It is critical if they raised, or if there is no other function."""
+    if not scorer.calls:
+        return []
+    found = []
+    for name, scored, raised in zip(scorer.names, scorer.scored, scorer.raised, strict=True):
+        if scored:
+            continue
+        how = f"raised on {raised} of them" if raised else "answered None or NaN"
+        severity: Severity = "critical" if raised or not scorer.scored.any() else "warn"
+        text = f"`{name}` gave none of the completions a reward: it {how}."
+        found.append(Finding(severity, "reward functions", "no_reward", text, (), {"raised": int(raised)}))
+    return found

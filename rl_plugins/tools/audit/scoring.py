@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,8 @@ class RewardCaller:
 
     Attributes:
         errors: message of an exception -> how often it was raised. The reward of such a row is NaN.
+        raised: (functions,) completions on which a function raised, those included whose message is not kept.
+        scored: (functions,) completions to which a function gave a reward.
         calls: completions that were scored, by all functions together.
     """
 
@@ -32,6 +36,7 @@ class RewardCaller:
         self.functions, self.progress = tuple(functions), progress
         self.weights = np.array([f.weight for f in functions])
         self.errors: dict[str, int] = {}
+        self.raised, self.scored = (np.zeros(len(self.functions), dtype=np.int64) for _ in range(2))
         self.calls = 0
 
     @property
@@ -43,7 +48,9 @@ class RewardCaller:
         parts = [np.zeros((0, len(self.functions)))]
         for start in range(0, len(rows), batch):
             part_rows, part = rows[start : start + batch], completions[start : start + batch]
-            parts.append(np.stack([self._one(f, part_rows, part) for f in self.functions], axis=1))
+            with _exits_raise():
+                parts.append(np.stack([self._one(k, part_rows, part) for k in range(len(self.functions))], axis=1))
+            self.scored += (~np.isnan(parts[-1])).sum(axis=0)
             self.progress(len(part))
         return np.concatenate(parts)
 
@@ -51,15 +58,35 @@ class RewardCaller:
         """(rows,) weighted sum over the functions that scored; NaN where none did."""
         return np.where(np.isnan(rewards).all(axis=1), np.nan, np.nansum(rewards * self.weights, axis=1))
 
-    def _one(self, function: RewardFunction, rows: Sequence[Row], completions: Sequence[str]) -> Floats:
+    def _one(self, k: int, rows: Sequence[Row], completions: Sequence[str]) -> Floats:
+        function = self.functions[k]
         self.calls += len(rows)
         try:
             return np.array([np.nan if r is None else r for r in function.call(rows, completions)], dtype=np.float64)
-        except Exception as e:
+        except (Exception, SystemExit) as e:
             if len(rows) > 1:  # which row it was
                 pairs = zip(rows, completions, strict=True)
-                return np.concatenate([self._one(function, [row], [text]) for row, text in pairs])
+                return np.concatenate([self._one(k, [row], [text]) for row, text in pairs])
+            self.raised[k] += 1
             message = f"{function.name}: {type(e).__name__}: {shortened(e, 200)}"
             if message in self.errors or len(self.errors) < _ERRORS:
                 self.errors[message] = self.errors.get(message, 0) + 1
             return np.array([np.nan])
+
+
+@contextmanager
+def _exits_raise() -> Iterator[None]:
+    """`os._exit` of this process raises, so that a reward function cannot end an audit with status 0. A process that
+    the function forks still ends by it."""
+    really, own = os._exit, os.getpid()
+
+    def refused(status: int) -> None:
+        if os.getpid() != own:
+            really(status)
+        raise SystemExit(f"os._exit({status})")
+
+    os._exit = refused  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os._exit = really
