@@ -60,7 +60,7 @@ def test_a_smaller_plan_is_filled_with_further_prompts_which_are_planned_too():
     calls = []
 
     def halved(plan):
-        calls.append((len(plan.rows), plan.budget))
+        calls.append((len(plan.rows), plan.budget, plan.first))
         return plan.replace(rows=tuple(r.replace(n=2, spare=1) for r in plan.rows))
 
     stack = MethodStack([method(plan=halved)])
@@ -70,7 +70,7 @@ def test_a_smaller_plan_is_filled_with_further_prompts_which_are_planned_too():
     prompts = [r.prompt_index for r in plan.rows]
     assert len(set(prompts)) == 6 and all(0 <= p < 20 for p in prompts)
     assert [r.group for r in plan.rows] == [0, 1, 2, 3, 4, 5]
-    assert calls == [(3, 12), (3, 6)] and stack.extra_prompts >= 3
+    assert calls == [(3, 12, True), (3, 6, False)] and stack.extra_prompts >= 3
 
 
 def test_groups_that_are_all_spare_do_not_make_a_batch_ask_for_too_many_prompts() -> None:

@@ -39,6 +39,7 @@ def test_a_later_round_sees_the_first_rows_with_their_payloads_and_all_rewards_s
     rounds.more(torch.cat([GROUP, torch.tensor([1])]), torch.cat([REWARD, torch.tensor([0.6], dtype=torch.float64)]))
     first, second = m.plans
     assert (first.round, second.round, first.budget, second.budget, first.group_size) == (1, 2, 4, 3, 2)
+    assert not first.first and not second.first
     assert [g.row for g in second.so_far] == list(FIRST)
     assert second.so_far[0].rewards.tolist() == [0.1, 0.3]
     assert second.so_far[1].rewards.tolist() == [0.2, 0.4, 0.5, 0.6]

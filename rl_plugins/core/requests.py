@@ -377,6 +377,10 @@ class Prompt:
     seed: str = ""
     traced: bool = False
 
+    def mark(self, name: str) -> Any:
+        """What the method of this name attached to the plan row (`PlanRow.marked`), None if nothing."""
+        return mark_of(self.payload, name)
+
     def turns(self, limit: int) -> int:
         """Most turns of an agent: a method's own limit, or that of the plan if it is lower."""
         return limit if self.max_turns is None else min(limit, self.max_turns)
@@ -398,6 +402,11 @@ class Prompt:
         """Tokens that still fit, never less than 0."""
         context = self.max_context - len(trajectory.prompt) - len(trajectory)
         return max(0, min(self.max_tokens - len(trajectory), context))
+
+
+def mark_of(payload: Any, name: str) -> Any:
+    """What a method attached to a plan row, by its name, None if nothing."""
+    return payload.get(name) if isinstance(payload, Mapping) else None
 
 
 # ---- requests

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.core.groups import Groups
+from rl_plugins.core.requests import mark_of
 
 if TYPE_CHECKING:
     from rl_plugins.core.requests import Chat, Turn
@@ -77,7 +78,7 @@ class PlanRow(Replaceable):
         max_tokens: completion length, at most the host's.
         max_turns: turns of an agent, at most those of the method that plays it (signal "turn_limits").
         given: completions used instead of the first generated ones.
-        payload: anything the method wants to find again in `rollouts.payload`.
+        payload: what methods want to find again, by name of the method (`marked`).
     """
 
     prompt_index: int
@@ -91,6 +92,14 @@ class PlanRow(Replaceable):
     max_turns: int | None = None
     given: tuple[Completion, ...] = ()
     payload: Any = None
+
+    def marked(self, name: str, mark: Any) -> PlanRow:
+        """The row with what a method wants to find again (`Rollouts.marks`, `Prompt.mark`), next to what others do."""
+        return self.replace(payload={**(self.payload or {}), name: mark})
+
+    def mark(self, name: str) -> Any:
+        """What a method attached, None if nothing."""
+        return mark_of(self.payload, name)
 
 
 MAX_ROUNDS = 64
@@ -123,6 +132,8 @@ class Plan(Replaceable):
         round: 0, 1, ..
         so_far: groups of the earlier rounds with their rewards (of the reward functions, before `rewards` hooks).
         batch: generation batch, counted from 0.
+        first: this is the first call for this batch. False in later rounds, and where further prompts fill a batch that
+            the plan so far leaves short.
     """
 
     rows: tuple[PlanRow, ...]
@@ -131,6 +142,7 @@ class Plan(Replaceable):
     round: int = 0
     so_far: tuple[GroupSoFar, ...] = ()
     batch: int = 0
+    first: bool = True
 
     @property
     def trained(self) -> int:
@@ -141,29 +153,6 @@ class Plan(Replaceable):
     def generated(self) -> int:
         """Rollouts of all rows, spare ones included."""
         return sum(row.n + row.spare for row in self.rows)
-
-
-@dataclass(frozen=True)
-class Budget(Replaceable):
-    """How large every generation batch will be, before the run (`Method.budget`). Pairs are (least, most), both
-    included.
-
-    Args:
-        prompts: that are planned, in all rounds; one with several groups counts for each of them.
-        per_prompt: rollouts of a group that may be trained (`n`, or those of `spare` ones that stay).
-        generated: rows that are made, in all rounds; spare ones and completions that are given count.
-        trained: rows that go into the update.
-        rounds: of generation, at most.
-        stage: of a curriculum or a schedule: its batches, and what else changes in it ("batches 0 to 99: the hardest
-            quarter"); empty if all batches are alike.
-    """
-
-    prompts: tuple[int, int]
-    per_prompt: tuple[int, int]
-    generated: tuple[int, int]
-    trained: tuple[int, int]
-    rounds: int = 1
-    stage: str = ""
 
 
 @dataclass(frozen=True)
@@ -406,6 +395,10 @@ class Rollouts(Replaceable):
 
     def __len__(self) -> int:
         return len(self.group)
+
+    def marks(self, name: str) -> list[Any]:
+        """What the method of this name attached to the plan row of each row (`PlanRow.marked`); None where nothing."""
+        return [mark_of(payload, name) for payload in self.payload or [None] * len(self)]
 
     @property
     def staleness(self) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, Plan, PlanRow, Rollouts, Run, Tokens, param
 from rl_plugins.core.errors import shown
 from rl_plugins.core.params import GIVEN
-from rl_plugins.core.rollouts import Budget, GroupSoFar, weighted_reward
+from rl_plugins.core.rollouts import GroupSoFar, weighted_reward
 from rl_plugins.kit.priors import cell
 from rl_plugins.kit.services import fill, media_of, with_task
 
@@ -115,21 +115,6 @@ class BestPerm(Method):
                 f"Lower `n_first`, or raise the group size (what is above n_first is room for hints)."
             )
 
-    def budget(self, budget: Budget, run: Run) -> Budget:
-        """n_first of each prompt, and tries while there is room."""
-        p, prompts, rows = self.params, budget.prompts[1], budget.trained[1]
-        first = min(self._first(run.group_size), budget.per_prompt[0])
-        tries = min(p.max_hints, len(p.templates) or p.max_hints)
-        most = min(rows, prompts * (first + tries * p.n_hint))
-        spare = [made - n for made, n in zip(budget.generated, budget.trained, strict=True)]
-        low = budget.prompts[0] * first
-        return budget.replace(
-            per_prompt=(first, first + min(tries * p.n_hint, most - prompts * first)),
-            generated=(low + spare[0], most + spare[1]),
-            trained=(low, most),
-            rounds=1 + min(tries, most - prompts * first),
-        )
-
     def start(self, run: Run) -> None:
         self._dataset = run.dataset
         self.state = {"accepted": [], "rejected": [], "cascades": 0}
@@ -160,8 +145,8 @@ class BestPerm(Method):
         used = self._acceptance(max(len(state["accepted"]), len(self.params.templates)))
         reward = each.rows.mean(weighted_reward(rollouts.rewards, rollouts.reward_weights))
         success = torch.where(torch.isnan(reward), torch.nan, (reward >= self.params.success_threshold).double())
-        payload = rollouts.payload or [None] * len(rollouts)
-        hint = torch.tensor([_tried(payload[i]) for i in each.last.tolist()], dtype=torch.int64)
+        tried_by = [-1 if k is None else k for k in rollouts.marks(self.name)]
+        hint = torch.tensor(tried_by, dtype=torch.int64)[each.last]
         plain = each.groups.max(torch.where(hint < 0, success, torch.nan))
         tries, hinted, rescued = 0, set[int](), set[int]()
         for k in sorted(set(hint[hint >= 0].tolist())):
@@ -231,9 +216,8 @@ class BestPerm(Method):
         prompt = with_task(
             self._cell(row, p.prompt_column), lambda problem: fill(template, {**fields, "prompt": problem})
         )
-        payload = {**(row.payload if isinstance(row.payload, Mapping) else {}), self.name: k}
         edit = {**(row.edit or {}), p.prompt_column: prompt}
-        return row.replace(n=n, spare=0, given=(), edit=edit, payload=payload)
+        return row.replace(n=n, spare=0, given=(), edit=edit).marked(self.name, k)
 
     def _cell(self, row: PlanRow, column: str) -> Any:
         """The content of a column of a planned prompt."""
@@ -305,8 +289,3 @@ def best_permutation(u: Sequence[float], w: Sequence[float], m: int, w_none: flo
 def upper_bound(accepted: float, tries: float, t: float) -> float:
     """Upper confidence bound of an acceptance: mean + sqrt(1.5 ln t / tries), at most 1; 1 before the first try."""
     return min(1.0, accepted / tries + math.sqrt(1.5 * math.log(t) / tries)) if tries else 1.0
-
-
-def _tried(payload: Any) -> int:
-    """The hint a rollout was made with, -1 for none."""
-    return int(payload.get(BestPerm.name, -1)) if isinstance(payload, Mapping) else -1

@@ -13,7 +13,7 @@ from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, MethodPar
 from rl_plugins.core.estimators import centered_rewards
 from rl_plugins.core.groups import joint
 from rl_plugins.core.params import GIVEN
-from rl_plugins.core.rollouts import Budget, Plan, Rollouts, Rows, Run, Update
+from rl_plugins.core.rollouts import Plan, Rollouts, Rows, Update
 
 NORMALIZED = {"norm_over": ("trajectory", "token")}
 POWERS = {"sqrt": 0.5, "linear": 1.0, "none": 0.0}
@@ -88,52 +88,20 @@ class BroRL(Method):
         super().__init__(params)
         self.decides_rollouts = bool(self.params.ramp)
 
-    def budget(self, budget: Budget, run: Run) -> Sequence[Budget]:
-        """One entry per step of the ramp, with the learning rate of optimizer steps that train all of their rows.
-
-        Raises:
-            ConfigError: a batch has fewer rows than the N of the ramp.
-        """
-        p, rate = self.params, ""
-        if p.base_rows is not None and run.rows_per_update is not None:
-            factor = lr_factor(run.rows_per_update, p.base_rows, p.lr_scale)
-            rate = f"learning rate x {factor:.4g} ({run.rows_per_update} rows per optimizer step, base {p.base_rows})"
-        if p.dynamic_sampling:
-            budget = budget.replace(trained=(0, budget.trained[1]))
-        stages = [budget.replace(stage=rate)]
-        if p.ramp:
-            first, ends = p.ramp[0][0], [*(batch for batch, _ in p.ramp[1:]), None]
-            stages = [budget.replace(stage=_stage(0, first, rate))] if first else []
-            for (batch, n), end in zip(p.ramp, ends, strict=True):
-                stages.append(self._planned(budget, n, run).replace(stage=_stage(batch, end, rate)))
-        return stages
-
-    def _planned(self, budget: Budget, n: int, run: Run) -> Budget:
-        """Groups of n rollouts in as many rows."""
-        rows, made, groups = budget.trained[1], budget.generated, budget.prompts[1]
-        if n > rows:
-            raise ConfigError(_too_small(n, rows))
-        spare = (made[1] - rows) // max(1, groups)
-        prompts = rows // n if run.dataset_size is None else min(rows // n, run.dataset_size)
-        generated, trained = prompts * (n + spare), prompts * n
-        return budget.replace(
-            prompts=(prompts, prompts),
-            per_prompt=(n, n),
-            generated=(generated, generated),
-            trained=(min(budget.trained[0], trained), trained),
-        )
+    def stages(self) -> Sequence[int]:
+        return [batch for batch, _ in self.params.ramp]
 
     def plan(self, plan: Plan) -> Plan | None:
         """Fewer (or more) prompts of N rollouts each, once the ramp has started."""
         largest = max((n for _, n in self.params.ramp), default=0)
-        if plan.batch == 0 and largest > plan.budget and min((row.group for row in plan.rows), default=1) == 0:
+        if plan.batch == 0 and largest > plan.budget and plan.first:
             raise MethodError(_too_small(largest, plan.budget))  # now, and not when its batch comes
         size = group_size(self.params.ramp, plan.batch)
         fresh = [row for row in plan.rows if row.n > 0 and not row.given]
         if size is None or not fresh:
             return None
         room = plan.budget - sum(row.n for row in plan.rows if row.given)
-        if room < size and min(row.group for row in plan.rows) == 0:  # later calls fill a batch with what still fits
+        if room < size and plan.first:  # later calls fill a batch with what still fits
             raise MethodError(_too_small(size, room))
         taken = {row.group for row in fresh[: room // size]}
         rows = tuple(
@@ -196,11 +164,6 @@ def _too_small(n: int, rows: int) -> str:
         f"`ramp` asks for {n} rollouts per prompt, and a batch has room for {rows} rows. Make the batch larger or the "
         f"ramp smaller."
     )
-
-
-def _stage(first: int, end: int | None, rate: str) -> str:
-    batches = f"batches {first} on" if end is None else f"batches {first} to {end - 1}"
-    return ", ".join(filter(None, (batches, rate)))
 
 
 def group_size(ramp: Sequence[Sequence[int]], batch: int) -> int | None:

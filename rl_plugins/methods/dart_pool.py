@@ -87,8 +87,7 @@ class DartPool(Method):
             prompt=tuple(entry["prompt"].tolist()) if entry["turns"] or bool(entry["observed"].any()) else None,
             turns=tuple(Turn(**turn) for turn in entry["turns"]),
         )
-        payload = {**(row.payload or {}), STORED: entry["prompt"].tolist()}
-        return row.replace(spare=row.spare + 1, given=(given,), payload=payload)
+        return row.replace(spare=row.spare + 1, given=(given,)).marked(STORED, entry["prompt"].tolist())
 
     # ---- the batch
 
@@ -127,9 +126,10 @@ class DartPool(Method):
         usable, ids = is_stored(rollouts), rollouts.token_ids
         if not bool(usable.any()):
             return usable
-        assert ids is not None and rollouts.payload is not None  # in `needs`; a stored row has a payload
+        assert ids is not None  # in `needs`
+        answered = rollouts.marks(STORED)
         for row in usable.nonzero()[:, 0].tolist():
-            same = ids.prompt[row].tolist() == rollouts.payload[row][STORED]
+            same = ids.prompt[row].tolist() == answered[row]
             mates = ((rollouts.group == rollouts.group[row]) & ~is_stored(rollouts)).nonzero()[:, 0].tolist()
             usable[row] = same and not any(torch.equal(ids.completion[row], ids.completion[m]) for m in mates)
         return usable

@@ -79,8 +79,9 @@ class DoraLength(Method):
         rows = []
         for row in plan.rows:
             if row.max_tokens is None or row.max_tokens >= limit:
-                counts = {} if row.given or row.prefix else {self.name: stage}
-                row = row.replace(max_tokens=limit, payload={**(row.payload or {}), **counts} or row.payload)
+                counts = not row.given and not row.prefix
+                row = row.replace(max_tokens=limit)
+                row = row.marked(self.name, stage) if counts else row
             rows.append(row)
         return plan.replace(rows=tuple(rows))
 
@@ -103,9 +104,7 @@ class DoraLength(Method):
 
     def _lengths(self, rollouts: Rollouts) -> Tensor:
         """(rollouts,) length / limit of the rollouts that count."""
-        payload = rollouts.payload or [None] * len(rollouts)
-        now = [isinstance(p, Mapping) and p.get(self.name) == self.state["stage"] for p in payload]
-        of_stage = torch.tensor(now, dtype=torch.bool)
+        of_stage = torch.tensor([stage == self.state["stage"] for stage in rollouts.marks(self.name)], dtype=torch.bool)
         once = rollouts.per_rollout
         length = torch.where(rollouts.truncated, float(self._limit), rollouts.length.double())
         return once.rows.max(length)[of_stage[once.last]] / self._limit

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Idle, MethodParams, Plan, PlanRow, Rollouts, Run, Shape, Tokens, param
 from rl_plugins.core.params import above
-from rl_plugins.core.rollouts import Budget
 from rl_plugins.methods.rollout_replay.buffer import Buffer
-from rl_plugins.methods.rollout_replay.method import RolloutReplay, _marks
+from rl_plugins.methods.rollout_replay.method import RolloutReplay
 
 REUSES = {"reuse_ratio": above(0)}
 
@@ -72,21 +71,13 @@ class DoraReuse(RolloutReplay):
                 "of its own. Use a synchronous mode, or verl's own algorithm.filter_groups without this method."
             )
 
-    def budget(self, budget: Budget, run: Run) -> Budget:
-        more = sum(int(x * budget.prompts[1] + 1e-6) for x in (self.params.reuse_ratio, self.params.spare_share))
-        return budget.replace(
-            prompts=(budget.prompts[0], budget.prompts[1] + more),
-            generated=(budget.generated[0], budget.generated[1] + more * run.group_size),
-            trained=(0, budget.trained[1]),
-        )
-
     def plan(self, plan: Plan) -> Plan | None:
         """Rows that are made spare leave room: for the reused groups, and for further prompts, with which the runtime
         fills the plan. It asks again for these, and stops where nothing more is trained."""
         rows, p, reused = list(plan.rows), self.params, list[PlanRow]()
         if not rows:
             return None
-        if min(row.group for row in rows) == 0:  # the first prompts of a batch
+        if plan.first:
             total, free = max(1, plan.budget // plan.group_size), max(row.group for row in rows) + 1
             self.state = {**self.state, "total": total}
             if "groups" in self.state:
@@ -142,7 +133,7 @@ class DoraReuse(RolloutReplay):
         if not p.reuse_ratio:
             return
         before = Buffer.of_state(self.state["groups"]) if "groups" in self.state else made.keep(made.prompt < -1)
-        marks = [m for m in _marks(rollouts, self.name) if m is not None]
+        marks = [m for m in rollouts.marks(self.name) if m is not None]
         taken = torch.tensor(sorted({m[2] for m in marks}), dtype=torch.int64)  # places in the buffer of the plan
         left = torch.ones(len(before), dtype=torch.bool)
         left[taken] = False
@@ -161,12 +152,11 @@ class DoraReuse(RolloutReplay):
 
     def _planned(self, stored: Buffer, group: int, number: int) -> PlanRow:
         row = super()._planned(stored, group, number)
-        assert isinstance(row.payload, Mapping)
-        return row.replace(payload={self.name: (*row.payload[self.name], group)})
+        return row.marked(self.name, (*row.mark(self.name), group))
 
     def _reused(self, rollouts: Rollouts) -> Tensor:
         """(rows,) bool: the group comes from the buffer."""
-        return torch.tensor([m is not None for m in _marks(rollouts, self.name)], dtype=torch.bool)
+        return torch.tensor([m is not None for m in rollouts.marks(self.name)], dtype=torch.bool)
 
     def _trained(self, rollouts: Rollouts) -> Tensor:
         """(rows,) bool: of the groups that were kept, the reused ones and the first made ones that the batch holds."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, MethodParams, param
-from rl_plugins.core.rollouts import Budget, Plan, PlanRow, PromptPool, Rollouts, Run, Tokens
+from rl_plugins.core.rollouts import Plan, PlanRow, PromptPool, Rollouts, Run, Tokens
 from rl_plugins.kit.prompt_memory import Counts
 
 COUNTS = Counts(("right", "trials", "gains"))
@@ -104,39 +104,8 @@ class Drive(Method):
         if run.dataset_size is not None:
             self._sizes(run.dataset_size)
 
-    def budget(self, budget: Budget, run: Run) -> Sequence[Budget]:
-        """One entry per phase."""
-        p, rows = self.params, budget.trained[1]
-        starts, found = [0, *accumulate(p.batches)], []
-        sizes = None if run.dataset_size is None else self._sizes(run.dataset_size)
-        for j, begin in enumerate(starts):
-            part = f"{p.sizes[j]:.3g} of the prompts" if sizes is None else f"{sizes[j]} prompts"
-            limit = f", at most {p.max_tokens[j]} tokens" if p.max_tokens else ""
-            end = f"batches {begin} to {starts[j + 1] - 1}" if j + 1 < len(starts) else f"batch {begin} and later"
-            stage = budget.replace(
-                stage=f"{end}: the hardest {part}{limit}" if p.sizes[j] != 1 else f"{end}: all{limit}"
-            )
-            n = p.rollouts[j] if p.rollouts else run.group_size
-            if n > rows:
-                raise ConfigError(
-                    f"`rollouts` has {n} in one phase, and a batch has room for {rows} rows. Make the batch larger or "
-                    f"the groups smaller."
-                )
-            groups = rows // n if p.rollouts else budget.prompts[1]
-            most = groups
-            if sizes is not None and (p.when_short == "fewer" or not self._acts(j)):
-                groups = min(groups, sizes[j])
-            if p.rollouts or groups < budget.prompts[1]:
-                extra = (budget.generated[1] - rows) // max(1, budget.prompts[1])
-                few = 1 if p.when_short == "fewer" and not p.keep_unsolved else min(groups, most)
-                stage = stage.replace(
-                    prompts=(few, groups),
-                    per_prompt=(n, n),
-                    generated=(few * n, groups * (n + extra)),
-                    trained=(min(budget.trained[0], few * n), groups * n),
-                )
-            found.append(stage)
-        return found
+    def stages(self) -> Sequence[int]:
+        return list(accumulate(self.params.batches))
 
     def start(self, run: Run) -> None:
         assert run.dataset_size is not None  # `needs` has the prompt_index, which a stream lacks
@@ -258,7 +227,7 @@ class Drive(Method):
     def _check_room(self, plan: Plan) -> None:
         """Refuses, in the first batch already, phases whose groups do not fit into a batch."""
         most = max(self.params.rollouts, default=0)
-        if most > plan.budget and min((row.group for row in plan.rows), default=1) == 0:
+        if most > plan.budget and plan.first:
             raise MethodError(
                 f"`rollouts` is {list(self.params.rollouts)[:8]}, and the batch trains {plan.budget} rows, which hold "
                 f"no group of {most}. Make the batch larger or the groups smaller."

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins import Idle, Method, MethodParams, Plan, Rollouts, Run, param
-from rl_plugins.core.rollouts import Budget
+from rl_plugins import Idle, Method, MethodParams, Plan, Rollouts, param
 from rl_plugins.methods.echo.answers import boxed_answer
 
 
@@ -60,12 +59,6 @@ class EchoLabels(Method):
         column = self.params.label_column
         self.needs = frozenset({"text"} | ({f"column:{column}"} if column else set()))
 
-    def budget(self, budget: Budget, run: Run) -> Budget:
-        """`n_votes` rollouts of each prompt at least."""
-        (fewest, most), (low, high) = budget.prompts, budget.generated
-        more = [max(0, self.params.n_votes - n) for n in budget.per_prompt]
-        return budget.replace(generated=(low + fewest * more[1], high + most * more[0]))
-
     def plan(self, plan: Plan) -> Plan:
         """More rollouts, made to leave again; the first row of a group brings them."""
         asked: Counter[int] = Counter()
@@ -76,10 +69,8 @@ class EchoLabels(Method):
             if row.group not in seen:
                 seen.add(row.group)
                 trained = asked[row.group]
-                row = row.replace(
-                    spare=row.spare + max(0, self.params.n_votes - trained),
-                    payload={**(row.payload or {}), self.name: trained},
-                )
+                more = max(0, self.params.n_votes - trained)
+                row = row.replace(spare=row.spare + more).marked(self.name, trained)
             rows.append(row)
         return plan.replace(rows=tuple(rows))
 
@@ -112,8 +103,7 @@ class EchoLabels(Method):
 
     def select(self, rollouts: Rollouts) -> Tensor:
         """The first n rollouts of every group stay; a group that this method did not plan is unchanged."""
-        payload = rollouts.payload or [None] * len(rollouts)
-        given = [p.get(self.name, torch.nan) if isinstance(p, dict) else torch.nan for p in payload]
+        given = [torch.nan if n is None else n for n in rollouts.marks(self.name)]
         groups = rollouts.groups
         trained = groups.rows(groups.max(torch.tensor(given, dtype=torch.float64)))
         return torch.isnan(trained) | (rollouts.rollout < trained)

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_plugins import ConfigError, Idle, MethodError, Plan, Rollouts, Run, Tokens, param
-from rl_plugins.core.rollouts import Budget
 from rl_plugins.methods._gdro.bins import Binned, BinParams
 
 Array = NDArray[np.float64]
@@ -88,13 +87,6 @@ class GdroRollout(Binned):
                 f"it must be between them, because the total is fixed. Change these, or the group size."
             )
 
-    def budget(self, budget: Budget, run: Run) -> Budget:
-        """The host's total, in groups of other sizes."""
-        p, total, groups = self.params, budget.trained[1], budget.prompts[1]
-        least = min(p.n_min, budget.per_prompt[0])
-        most = min(p.most(run.group_size), total - (groups - 1) * least)
-        return budget.replace(per_prompt=(least, max(most, budget.per_prompt[1])))
-
     def start(self, run: Run) -> None:
         self.check(run)
         super().start(run)
@@ -105,7 +97,7 @@ class GdroRollout(Binned):
         """As many rollouts as given, the same number for all prompts of a bin."""
         p = self.params
         chosen = [i for i, r in enumerate(plan.rows) if r.n > 0 and r.prompt_index >= 0 and not r.given]
-        if min((row.group for row in plan.rows), default=1) == 0:
+        if plan.first:
             self.state["played"] = []
         if not chosen:
             return None

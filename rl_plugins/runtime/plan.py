@@ -53,9 +53,8 @@ def first_plan(
     while prompts:
         room = budget - sum(r.n for r in rows)
         start = max((r.group for r in rows), default=-1) + 1
-        asked = Plan(
-            tuple(PlanRow(p, start + i, group_size) for i, p in enumerate(prompts)), group_size, room, batch=stack.batch
-        )
+        asked_rows = tuple(PlanRow(p, start + i, group_size) for i, p in enumerate(prompts))
+        asked = Plan(asked_rows, group_size, room, batch=stack.batch, first=not rows)
         plan = _chain_plan(stack, asked, stack.claims["plan"], pool_size)
         if not rows:
             _check_size(plan, room)

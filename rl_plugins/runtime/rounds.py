@@ -47,9 +47,8 @@ class Rounds:
         first = {row.group: row for row in reversed(self.rows)}
         so_far = tuple(GroupSoFar(row, reward[group == g]) for g, row in sorted(first.items()))
         left = self.budget - sum(row.n for row in self.rows)
-        plan = next_plan(
-            self.stack, Plan((), self.group_size, left, self.number, so_far, self.stack.batch), self.pool_size
-        )
+        asked = Plan((), self.group_size, left, self.number, so_far, self.stack.batch, first=False)
+        plan = next_plan(self.stack, asked, self.pool_size)
         if plan.rows and self.number >= MAX_ROUNDS:
             names = ", ".join(f"`{m.name}`" for m in self.stack.methods if m.rounds)
             raise MethodError(f"{names} asked for more rollouts in {MAX_ROUNDS} rounds of one batch without an end.")

@@ -99,13 +99,12 @@ class Arrol(Method):
         if plan.batch < p.cold_start or not known or p.keep_ratio == 1:
             return None
         calibrator = Calibrator.fitted(s["score"], s["label"], s["weight"], p.bins)
-        payload = {
+        judge = {
             "head": {k: v.tolist() for k, v in s["head"].items()},
             "rates": list(calibrator.rates),
             "shift": survivors.shift_for(calibrator(s["score"]).numpy(), s["weight"].numpy(), p.rule),
         }
-        rows = tuple(row.replace(payload={**(row.payload or {}), self.name: payload}) for row in plan.rows)
-        return plan.replace(rows=rows)
+        return plan.replace(rows=tuple(row.marked(self.name, judge) for row in plan.rows))
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         """Trains the head on what ended with a reward."""
@@ -149,7 +148,7 @@ class Arrol(Method):
     # ---- generation
 
     def rollout(self, prompt: Prompt) -> Program:
-        payload: Any = prompt.payload.get(self.name) if isinstance(prompt.payload, Mapping) else None
+        payload: Any = prompt.mark(self.name)
         stops = payload is not None and self.params.keep_ratio < 1
         begun, rows = yield from self._begin(prompt, self.params.detect_tokens if stops else None)
         features: Any = yield from self._features(prompt.start(), begun)

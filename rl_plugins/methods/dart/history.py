@@ -16,7 +16,7 @@ STORED = "dart_pool"  # in the payload of a plan row: its first rollout is a sto
 
 def is_stored(rollouts: Rollouts) -> Tensor:
     """(rows,) bool: the rollout was made earlier and given by `dart_pool`."""
-    marked = [isinstance(p, Mapping) and STORED in p for p in rollouts.payload or [None] * len(rollouts)]
+    marked = [mark is not None for mark in rollouts.marks(STORED)]
     return torch.tensor(marked, dtype=torch.bool) & (rollouts.rollout == 0)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Method, MethodError, MethodParams, param
-from rl_plugins.core.rollouts import Budget, Plan, PlanRow, PromptPool, Rollouts, Run, Tokens, weighted_reward
+from rl_plugins.core.rollouts import Plan, PlanRow, PromptPool, Rollouts, Run, Tokens, weighted_reward
 from rl_plugins.methods.dots.files import embeddings_of, load_adapter
 from rl_plugins.methods.dots.predictor import Predictor, draw, selection_logits
 
@@ -91,19 +91,6 @@ class Dots(Method):
                 f"`references` is {p.references}, and the dataset has {run.dataset_size} prompts. Lower it."
             )
 
-    def budget(self, budget: Budget, run: Run) -> Sequence[Budget]:
-        """One batch of every cycle has the reference rollouts, too, with `now` in a round before its own."""
-        k, cycle = self.params.references, self.params.cycle
-        (fewest, most), (low, high) = budget.prompts, budget.generated
-        more = k * run.group_size
-        with_references = budget.replace(
-            prompts=(fewest + k, most + k),
-            generated=(low + more, high + more),
-            rounds=budget.rounds + self.rounds,
-            stage=f"the {'first' if self.rounds else 'last'} batch of every {cycle}" if cycle > 1 else "",
-        )
-        return [with_references, budget.replace(stage="the others")][: min(cycle, 2)]
-
     def start(self, run: Run) -> None:
         p = self.params
         assert run.dataset_size is not None  # `needs` has the prompt_index, which a stream lacks
@@ -148,8 +135,7 @@ class Dots(Method):
     def plan(self, plan: Plan) -> Plan | None:
         state, p = self.state, self.params
         last = state["place"] == p.cycle - 1
-        first = min((row.group for row in plan.rows), default=-1) == 0  # later calls fill a batch that is not full
-        if plan.round == 0 and first and (state["place"] == 0 if self.rounds else last):
+        if plan.first and (state["place"] == 0 if self.rounds else last):
             return self._with_references(plan)
         if plan.round == 1 and state["place"] == 0:
             return self._after_references(plan)
@@ -190,13 +176,13 @@ class Dots(Method):
         chosen = self.rng("references").choice(size, k, replace=False).tolist()
         used = {row.group for row in rows}
         free = [g for g in range(len(used) + k) if g not in used]
-        mark = {self.name: True}
-        references = [PlanRow(i, g, 0, spare=plan.group_size, payload=mark) for i, g in zip(chosen, free, strict=False)]
+        pairs = zip(chosen, free, strict=False)
+        references = [PlanRow(i, g, 0, spare=plan.group_size).marked(self.name, True) for i, g in pairs]
         return plan.replace(rows=(*rows, *references))
 
     def _after_references(self, plan: Plan) -> Plan | None:
         """The first batch of a cycle, of prompts chosen by the rewards of the references."""
-        groups = [g for g in plan.so_far if isinstance(g.row.payload, Mapping) and self.name in g.row.payload]
+        groups = [g for g in plan.so_far if g.row.mark(self.name)]
         fresh = plan.budget // plan.group_size
         if not groups or fresh == 0:
             return None
@@ -282,5 +268,4 @@ def _is_given(rollouts: Rollouts) -> Tensor:
 
 
 def _marked(rollouts: Rollouts, key: str) -> Tensor:
-    payload = rollouts.payload or [None] * len(rollouts)
-    return torch.tensor([isinstance(p, Mapping) and key in p for p in payload], dtype=torch.bool)
+    return torch.tensor([mark is not None for mark in rollouts.marks(key)], dtype=torch.bool)

@@ -116,8 +116,8 @@ class FissionGrpo(Method):
         columns.pop("raw_prompt", None)  # verl's copy of the prompt, which it makes anew
         prompt = entry["prompt"]
         columns[self.params.prompt_column] = prompt if isinstance(prompt, str) else [dict(m) for m in prompt]
-        payload = {self.name: {"source": entry["source"], "depth": entry["depth"]}}
-        return PlanRow(-1, group, size, edit=columns, payload=payload)
+        origin = {"source": entry["source"], "depth": entry["depth"]}
+        return PlanRow(-1, group, size, edit=columns).marked(self.name, origin)
 
     # ---- after it
 
@@ -167,12 +167,8 @@ class FissionGrpo(Method):
 
     def _origins(self, rollouts: Rollouts) -> list[tuple[int, int]]:
         """Of each row the dataset row it is about (-1: unknown) and how many recoveries led to it."""
-        found = []
-        payload = rollouts.payload or [None] * len(rollouts)
-        for prompt, note in zip(rollouts.prompt_index.tolist(), payload, strict=True):
-            mine = note.get(self.name) if isinstance(note, Mapping) else None
-            found.append((mine["source"], mine["depth"]) if mine else (prompt, 0))
-        return found
+        rows = zip(rollouts.prompt_index.tolist(), rollouts.marks(self.name), strict=True)
+        return [(mine["source"], mine["depth"]) if mine else (prompt, 0) for prompt, mine in rows]
 
     def _wrong(self, rollouts: Rollouts) -> list[bool]:
         p, reward = self.params, rollouts.reward

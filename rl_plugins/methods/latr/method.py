@@ -63,11 +63,12 @@ class Latr(Method):
     def plan(self, plan: Plan) -> Plan:
         eta = self.params.eta_at(plan.batch)
         self.log("eta", eta)
-        return plan.replace(rows=tuple(r.replace(payload={**(r.payload or {}), self.name: eta}) for r in plan.rows))
+        return plan.replace(rows=tuple(row.marked(self.name, eta) for row in plan.rows))
 
     def rollout(self, prompt: Prompt) -> Program:
         # rows that another method adds in a later round have no share of ours: the schedule is the same
-        share = (prompt.payload or {}).get(self.name, self.params.eta_at(prompt.batch))
+        planned = prompt.mark(self.name)
+        share = self.params.eta_at(prompt.batch) if planned is None else planned
         k = round(prompt.n * share) if prompt.training else 0
         wanted = [(prompt.start(), prompt.n - k)]
         if k:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,8 +86,7 @@ class RolloutReplay(Method):
 
     def plan(self, plan: Plan) -> Plan | None:
         p = self.params
-        fills = bool(plan.rows) and min(row.group for row in plan.rows) > 0  # further prompts of a batch not full
-        if p.fresh_share == 1 or plan.batch < p.start_batch or "groups" not in self.state or fills:
+        if p.fresh_share == 1 or plan.batch < p.start_batch or "groups" not in self.state or not plan.first:
             return None
         total = plan.trained or plan.budget
         stored = Buffer.of_state(self.state["groups"])
@@ -104,7 +103,7 @@ class RolloutReplay(Method):
     def select(self, rollouts: Rollouts) -> Tensor:
         """Keeps everything, if the prompts of replayed groups are those their rollouts answered."""
         ids = rollouts.token_ids
-        for row, mark in enumerate(_marks(rollouts, self.name)):
+        for row, mark in enumerate(rollouts.marks(self.name)):
             if mark is not None and ids is not None and _digest(ids.prompt[row]) != mark[0]:
                 raise MethodError(
                     f"prompt {int(rollouts.prompt_index[row])} is not the one that the stored rollouts answered, so "
@@ -117,7 +116,7 @@ class RolloutReplay(Method):
         p = self.params
         if p.fresh_share == 1:
             return
-        now, marks = rollouts.current_version, _marks(rollouts, self.name)
+        now, marks = rollouts.current_version, rollouts.marks(self.name)
         replayed = torch.tensor([m is not None for m in marks], dtype=torch.bool) & rollouts.kept
         if bool(rollouts.kept.any()):
             self.log("replayed", replayed[rollouts.kept].double().mean())
@@ -169,8 +168,8 @@ class RolloutReplay(Method):
             )
             for c in stored.completions(group)
         )
-        payload = {self.name: (int(stored.question[group]), self._next())}
-        return PlanRow(int(stored.prompt[group]), number, len(given), given=given, payload=payload)
+        row = PlanRow(int(stored.prompt[group]), number, len(given), given=given)
+        return row.marked(self.name, (int(stored.question[group]), self._next()))
 
     def _one_row_each(self, rollouts: Rollouts) -> Tensor:
         """(rows,) bool: rows that a given completion can be; a group of others is not stored."""
@@ -240,13 +239,6 @@ class RolloutReplay(Method):
 
 def _listed(values: Tensor) -> tuple[Any, ...]:
     return tuple(values.numpy().tolist())  # torch's own takes several times as long
-
-
-def _marks(rollouts: Rollouts, name: str) -> list[Sequence[int] | None]:
-    """Of each row that was replayed, the digest of the prompt that it answered, and the weights that were expected to
-    be trained when it was planned."""
-    payload = rollouts.payload or [None] * len(rollouts)
-    return [p.get(name) if isinstance(p, Mapping) else None for p in payload]
 
 
 def _digest(prompt: Tensor) -> int:

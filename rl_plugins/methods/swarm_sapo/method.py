@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_plugins import ConfigError, Idle, Method, MethodParams
 from rl_plugins.core.requests import Chat
-from rl_plugins.core.rollouts import Budget, Completion, Plan, PlanRow, Rollouts, Run, Shape, Tokens
+from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Rollouts, Run, Shape, Tokens
 from rl_plugins.kit.services import media_of
 from rl_plugins.methods.swarm_sapo.choice import chosen
 from rl_plugins.methods.swarm_sapo.exchange import Exchange, open_exchange
@@ -138,27 +138,12 @@ class SwarmSapo(Method):
         self._mail = Mailbox(exchange, p.node, p.timeout, p.max_file_bytes, p.sender_quota)
         self.state = {"inbox": [], "seen": [], "own": []}
 
-    def budget(self, budget: Budget, run: Run) -> Budget:
-        j, size = self.params.external_groups, run.group_size
-        if j and j >= budget.prompts[0]:
-            raise ConfigError(
-                f"`external_groups` is {j}, and a batch has {budget.prompts[0]} prompts; at least one must be the own. "
-                f"Make `external_groups` smaller, or the batch larger."
-            )
-        spare = 0 if run.buffered or not j else j if self.params.spare_groups is None else self.params.spare_groups
-        return budget.replace(
-            prompts=(budget.prompts[0], budget.prompts[1] + spare),
-            generated=(budget.generated[0], budget.generated[1] + spare * size),
-            trained=(max(0, budget.trained[0] - j * size), budget.trained[1]),
-        )
-
     # ---- before generation
 
     def plan(self, plan: Plan) -> Plan | None:
         """Puts packages in the place of the last prompts."""
         j = self.params.external_groups
-        fills = bool(plan.rows) and min(row.group for row in plan.rows) > 0  # further prompts of a batch not full
-        if j == 0 or fills or self._chat is None:
+        if j == 0 or not plan.first or self._chat is None:
             return None
         self._receive(plan.batch)
         own = [i for i, row in enumerate(plan.rows) if row.n and row.prompt_index >= 0 and not row.given]
@@ -177,9 +162,9 @@ class SwarmSapo(Method):
         for place, (package, given) in enumerate(candidates):
             kept = place < taken
             columns = {**package.columns, self.params.prompt_column: package.prompt}
-            payload = {self.name: [mark, place, taken]}
             n, spare = (plan.group_size, 0) if kept else (0, plan.group_size)
-            rows.append(PlanRow(-1, numbers[place], n, spare, edit=columns, given=given, payload=payload))
+            row = PlanRow(-1, numbers[place], n, spare, edit=columns, given=given)
+            rows.append(row.marked(self.name, [mark, place, taken]))
         return plan.replace(rows=tuple(rows))
 
     def _receive(self, batch: int) -> None:
@@ -415,10 +400,7 @@ def _within(entries: Any, per_sender: int, most: int) -> list[dict[str, Any]]:
 
 def _marks(rollouts: Rollouts) -> Iterator[tuple[int, Sequence[int]]]:
     """Rows of candidates, each with the number of its plan, its place there, and how many of it may stay."""
-    for row, payload in enumerate(rollouts.payload or ()):
-        mark = payload.get(SwarmSapo.name) if isinstance(payload, Mapping) else None
-        if mark is not None:
-            yield row, mark
+    return ((row, mark) for row, mark in enumerate(rollouts.marks(SwarmSapo.name)) if mark is not None)
 
 
 def _same(a: str, b: str) -> bool:

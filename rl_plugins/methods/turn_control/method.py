@@ -84,8 +84,8 @@ class TurnControl(Method):
     def plan(self, plan: Plan) -> Plan | None:
         if not self.state.get("limits"):
             return None
-        mine = {self.name: dict(self.state["limits"])}
-        return plan.replace(rows=tuple(row.replace(payload={**(row.payload or {}), **mine}) for row in plan.rows))
+        limits = dict(self.state["limits"])
+        return plan.replace(rows=tuple(row.marked(self.name, limits) for row in plan.rows))
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         columns = (rollouts.meta["turns"], rollouts.meta["stop_reason"], rollouts.meta["extended"])
@@ -161,7 +161,7 @@ class TurnControl(Method):
     def _episode(self, prompt: Prompt) -> Generator[Any, Any, Trajectory | None]:
         """One rollout; None if its environment cannot be reset."""
         p = self.params
-        given = prompt.payload.get(self.name) if isinstance(prompt.payload, Mapping) else None
+        given = prompt.mark(self.name)
         limits = self._limits(given)
         limit, last = prompt.turns(limits["limit"]), prompt.turns(limits["last"])
         told = p.strategy != "unlimited" and (bool(given) or p.limit is not None)  # not while turns are calibrated
