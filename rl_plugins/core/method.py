@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from rl_plugins.core.requests import Program, Prompt
     from rl_plugins.core.rollouts import (
         Admission,
-        Budget,
         Plan,
         PromptPool,
         Queue,
@@ -320,17 +319,12 @@ class Method:
         """Returns a term per token, (rows, time), added to the loss and aggregated like it."""
         raise MethodError(self._unclaimed("regularize"))
 
-    # ---- expected sizes
+    # ---- a dry run
 
-    def budget(self, budget: Budget, run: Run) -> Budget | Sequence[Budget]:
-        """What batches come to with this method, for `rl-plugins doctor` and dry runs: `budget` changed relative to
-        what is given, or one entry per stage of a curriculum or schedule.
-
-        A method says so if it changes the number of prompts, of rollouts (spare ones included) or of rounds, or trains
-        fewer rows by a rule of its own. `budget` is the host's, as the methods before it in the flag changed it. It is
-        asked before `start`, like `check`, and decides nothing; the contract test compares it with the plans.
-        """
-        return budget
+    def stages(self) -> Sequence[int]:
+        """Generation batches in which the parameters begin another part of a schedule. `rl-plugins doctor` and dry runs
+        plan these batches, in addition to the first, to show how large they are."""
+        return ()
 
     # ---- what they offer
 

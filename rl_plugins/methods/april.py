@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rl_plugins import Admission, ConfigError, Idle, Method, MethodParams, Queue, Rollouts, Run, Shape, Tokens, param
 from rl_plugins.core.params import GIVEN
-from rl_plugins.core.rollouts import Budget
 
 WARMUP = "trainer.v1.colocate_async.num_warmup_batches"
 SEPARATE_WARMUP = "trainer.v1.separate_async.num_warmup_batches"
@@ -95,16 +94,6 @@ class April(Method):
                 "verl drops groups that are too old and cannot restart them. Set `stale: drop`, or "
                 "remove `max_staleness`."
             )
-
-    def budget(self, budget: Budget, run: Run) -> Budget:
-        """Rollouts that are started or resumed. In verl's modes that generate ahead a batch starts as many as it
-        trains."""
-        if run.host == "verl":
-            return budget
-        groups = budget.prompts[1]
-        total = self._in_the_making(groups)
-        rows = budget.generated[1] // max(1, groups)
-        return budget.replace(prompts=(groups, total), generated=(budget.generated[0], total * rows))
 
     def admit(self, queue: Queue) -> Admission:
         p = self.params

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Method, MethodError, MethodParams, Plan, Rollouts, Run, param
 from rl_plugins.core.params import GIVEN
-from rl_plugins.core.rollouts import Budget
 
 NO_TOOL_CALL = 0.5  # error penalty of a rollout without a tool call: between clean and failing ones
 NO_ANSWER = 1.0  # format penalty of a rollout without a readable answer block
@@ -109,16 +108,6 @@ class GrpoRoc(Method):
                 f"at least min_wrong + min_correct = {p.min_wrong} + {p.min_correct} rollouts of a group stay, but the "
                 f"group size is {size}. Lower `min_wrong` or `min_correct`, or raise the group size."
             )
-
-    def budget(self, budget: Budget, run: Run) -> Budget:
-        """`oversample` times the rollouts. Groups of one reward leave, and all groups may be such."""
-        (fewest, most), (low, high), (least, total) = budget.prompts, budget.generated, budget.trained
-        more = [self._made(n) - n for n in budget.per_prompt]
-        lowest = fewest * more[0]  # with further rounds: of the first alone
-        if budget.rounds == 1:
-            lowest = max(lowest, self._made(least) - least)
-        highest = min(most * more[1], self._made(total) - total + most)  # each group rounds up
-        return budget.replace(generated=(low + lowest, high + highest), trained=(0, total))
 
     def plan(self, plan: Plan) -> Plan:
         """ceil(oversample * n) rollouts for every n that are trained."""

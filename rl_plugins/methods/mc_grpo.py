@@ -8,8 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import Groups, Method, MethodParams, Plan, Rollouts, Run, Shape, Tokens, param
-from rl_plugins.core.rollouts import Budget
+from rl_plugins import Groups, Method, MethodParams, Plan, Rollouts, Shape, Tokens, param
 
 _ZERO = 1e-6  # below this the authors' code takes an advantage for zero
 
@@ -56,10 +55,6 @@ class McGrpo(Method):
         mad_eps: float = param(1e-3, "constant added to the divisor", gt=0, only_if={"scale": ("mad", "std")})
         zero_compensation: bool = param(False, "non-zero advantages times group size / their number (GSM8K trainer)")
         advantage_clip: float | None = param(None, "limit of |advantage|; none: no limit (paper)", gt=0)
-
-    def budget(self, budget: Budget, run: Run) -> Budget:
-        low, high = (made + groups for made, groups in zip(budget.generated, budget.prompts, strict=True))
-        return budget.replace(generated=(low, high))
 
     def plan(self, plan: Plan) -> Plan:
         """One more rollout for every group, made to leave again."""

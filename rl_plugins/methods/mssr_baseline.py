@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins import Groups, Plan, Rollouts, Run, param
-from rl_plugins.core.rollouts import Budget
+from rl_plugins import Groups, Plan, Rollouts, param
 from rl_plugins.methods.mssr.tracker import Tracked, TrackerParams
 
 _MIN_VARIANCE = 1e-6
@@ -55,17 +54,6 @@ class MssrBaseline(Tracked):
     @dataclass(frozen=True)
     class Params(TrackerParams):
         normalize: bool = param(True, "normalization by the batch's mean and standard deviation")
-
-    def budget(self, budget: Budget, run: Run) -> Budget:
-        """As many prompts as the batch has rows, if the dataset has so many."""
-        rows = [n if run.dataset_size is None else min(n, run.dataset_size) for n in budget.trained]
-        spare = [
-            (made - n) // max(1, g) for made, n, g in zip(budget.generated, budget.trained, budget.prompts, strict=True)
-        ]
-        generated = (rows[0] * (1 + spare[0]), rows[1] * (1 + spare[1]))
-        return budget.replace(
-            prompts=(rows[0], rows[1]), per_prompt=(1, 1), generated=generated, trained=(rows[0], rows[1])
-        )
 
     def plan(self, plan: Plan) -> Plan:
         rows = [row.replace(n=min(row.n, 1)) for row in plan.rows]

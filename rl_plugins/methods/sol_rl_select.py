@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins import Groups, Method, MethodParams, Plan, Rollouts, Run, param
-from rl_plugins.core.rollouts import Budget
+from rl_plugins import Groups, Method, MethodParams, Plan, Rollouts, param
 from rl_plugins.methods.sol_rl.choice import Mode, places
 
 
@@ -53,16 +52,6 @@ class SolRlSelect(Method):
     class Params(MethodParams):
         oversample: float = param(4.0, "P / k, rollouts generated per trained rollout (paper: 96 for 24)", ge=1)
         mode: Mode = param("best_worst", "rollouts of the pool that stay; the paper keeps the best and worst")
-
-    def budget(self, budget: Budget, run: Run) -> Budget:
-        """`oversample` times the rollouts, and as many trained."""
-        (fewest, most), (low, high), (least, total) = budget.prompts, budget.generated, budget.trained
-        more = [self._made(n) - n for n in budget.per_prompt]
-        lowest = fewest * more[0]  # with further rounds: of the first alone
-        if budget.rounds == 1:
-            lowest = max(lowest, self._made(least) - least)
-        highest = min(most * more[1], self._made(total) - total + most)  # each group rounds up
-        return budget.replace(generated=(low + lowest, high + highest))
 
     def plan(self, plan: Plan) -> Plan:
         """ceil(oversample n) rollouts for every n that are trained."""

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, MethodParams, Plan, Rollouts, Run, Tokens, param
-from rl_plugins.core.rollouts import Budget
 from rl_plugins.kit.priors import PriorParams, make_prior
 
 Array = NDArray[np.float64]
@@ -91,14 +90,6 @@ class V0(Method):
                 f"the group size is {run.group_size}; with rollouts between `min_rollouts` = {p.min_rollouts} and "
                 f"`max_rollouts` = {p.max_rollouts} each, it must lie between them, for the total stays the same."
             )
-
-    def budget(self, budget: Budget, run: Run) -> Budget:
-        """The host's total, in groups of other sizes."""
-        p, total, groups = self.params, budget.trained[1], budget.prompts[1]
-        if p.allocation == "uniform":
-            return budget
-        least = min(p.min_rollouts, budget.per_prompt[0])
-        return budget.replace(per_prompt=(least, min(p.max_rollouts, total - (groups - 1) * least)))
 
     def start(self, run: Run) -> None:
         self.state = self.prior.start(run)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Idle, Method, MethodParams, Plan, Rollouts, Run, Tokens, param
 from rl_plugins.core.params import below
-from rl_plugins.core.rollouts import MAX_ROUNDS, Budget, PerRollout
+from rl_plugins.core.rollouts import MAX_ROUNDS, PerRollout
 from rl_plugins.kit.priors import PriorParams, make_prior
 
 _EPS = 1e-4  # added to what advantages are divided by
@@ -110,20 +110,6 @@ class V05(Method):
                 f"the batch has room for {run.group_size} rollouts per prompt, and `k_init` is {p.k_init}. Raise the "
                 f"group size (to between k_init and k_max: what is above k_init is room for extra rollouts)."
             )
-
-    def budget(self, budget: Budget, run: Run) -> Budget:
-        """`k_init` rollouts of each prompt, and up to `k_max` while there is room in the batch."""
-        p, prompts, rows = self.params, budget.prompts[1], budget.trained[1]
-        least = min(p.k_init, budget.per_prompt[0])
-        most = p.k_max if p.cost != math.inf and rows > prompts * p.k_init else least
-        total = (prompts * least, min(rows, prompts * most))
-        spare = [made - n for made, n in zip(budget.generated, budget.trained, strict=True)]
-        return budget.replace(
-            per_prompt=(least, most),
-            generated=(total[0] + spare[0], total[1] + spare[1]),
-            trained=total,
-            rounds=1 + min(-(-(most - least) // p.increment), total[1] - total[0]),
-        )
 
     def start(self, run: Run) -> None:
         p = self.params

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_plugins import ConfigError, Idle, Method, MethodParams, Plan, Run, param
-from rl_plugins.core.rollouts import Budget, GroupSoFar
+from rl_plugins.core.rollouts import GroupSoFar
 
 Array = NDArray[np.float64]
 
@@ -64,13 +64,6 @@ class XrpoAllocate(Method):
                 f"the batch has {run.group_size} rollouts per prompt, and `n_first` is {p.n_first}. Raise the group "
                 f"size, or lower `n_first`."
             )
-
-    def budget(self, budget: Budget, run: Run) -> Budget:
-        """`n_first` of each prompt, and the rest spread over the later phases."""
-        p, prompts, rows = self.params, budget.prompts[1], budget.trained[1]
-        least = min(self._first(run.group_size), budget.per_prompt[0])
-        left = rows - prompts * least
-        return budget.replace(per_prompt=(least, least + left), rounds=budget.rounds + min(left, p.phases - 1))
 
     def start(self, run: Run) -> None:
         self.state = {"left": 0}

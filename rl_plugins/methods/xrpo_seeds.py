@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, Plan, PlanRow, Rollouts, Run, Tokens, param
-from rl_plugins.core.rollouts import Budget, GroupSoFar
+from rl_plugins.core.rollouts import GroupSoFar
 from rl_plugins.kit.priors import cell
 from rl_plugins.kit.services import fill, media_of, prompt_text, with_task
 from rl_plugins.methods.xrpo.similarity import tfidf_cosine, words
@@ -96,9 +96,6 @@ class XrpoSeeds(Method):
                 f"the prompts have {media}, and examples of several prompts with images cannot be put into one. Use a "
                 f"dataset of texts, or remove `{self.name}`."
             )
-
-    def budget(self, budget: Budget, run: Run) -> Budget:
-        return budget.replace(rounds=budget.rounds + (self.params.second_round and budget.per_prompt[1] > 1))
 
     def start(self, run: Run) -> None:
         self._dataset = run.dataset

@@ -6,7 +6,7 @@ import importlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rl_plugins.core.rollouts import Plan
@@ -148,15 +148,39 @@ def plan_lines(stack: MethodStack, plan: Plan, rows: int, prompts: str) -> Itera
         rows: the batch trains.
         prompts: how many, and how many the host alone would take.
     """
-    first = " in the first round" if in_rounds(stack) else ""
+    rounds = in_rounds(stack)
+    first = " in the first round" if rounds else ""
     missing = rows - plan.trained
+    left = "; later rounds may fill it" if rounds else f"; {missing} stay empty" if missing else ""
     yield "prompts", prompts
     yield "rollouts", f"{per_prompt(plan.rows)} per prompt{first}"
     yield "rows generated", f"{plan.generated}{first}"
-    yield "rows trained", f"{plan.trained} of {rows}{first or (f'; {missing} stay empty' if missing else '')}"
+    yield "rows trained", f"{plan.trained} of {rows}{first}{left}"
     most = stack.max_unrewarded_batches
     skipped = f"{most} in a row are skipped, one more ends the run" if most else "the first ends the run"
     yield "without a reward", f"batches: {skipped} (max_unrewarded_batches)"
     choosers = [m.name for m in stack.claims["select"] + stack.claims["shape"]]
     if choosers:
         yield "rows that leave", f"{', '.join(choosers)} may take rows out, depending on the rewards"
+
+
+def stage_lines(stack: MethodStack, plan_of: Callable[[], Plan], rows: int) -> Iterator[tuple[str, str]]:
+    """What batches come to in which a method begins another part of its schedule, planned without a reward.
+
+    Args:
+        plan_of: makes the plan of the stack's batch.
+        rows: the batch trains.
+
+    Raises:
+        MethodError: from a hook, or for an illegal plan.
+    """
+    for batch in sorted({batch for m in stack.methods for batch in m.stages()} - {0}):
+        stack.batch, stack.draw = batch, 0
+        plan = plan_of()
+        limits = {row.max_tokens for row in plan.rows} - {None}
+        tokens = f", at most {_range(limits)} tokens" if limits else ""
+        yield (
+            f"from batch {batch}",
+            f"{len({row.group for row in plan.rows})} groups with {per_prompt(plan.rows)} rollouts each{tokens}; "
+            f"{plan.generated} rows generated, {plan.trained} of {rows} trained",
+        )

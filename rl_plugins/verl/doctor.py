@@ -22,8 +22,14 @@ from typing import Any
 
 from rl_plugins.core.errors import ConfigError, RLPluginsError
 from rl_plugins.core.rollouts import Plan
-from rl_plugins.runtime.budget import print_budget
-from rl_plugins.runtime.report import VARIABLES, plan_lines, print_environment, print_problems, print_versions
+from rl_plugins.runtime.report import (
+    VARIABLES,
+    plan_lines,
+    print_environment,
+    print_problems,
+    print_versions,
+    stage_lines,
+)
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.verl import capabilities, compat, start
 from rl_plugins.verl.config import MODES, Settings, compose, read_settings, verl_folder
@@ -302,8 +308,6 @@ def _print_run(overrides: Sequence[str]) -> list[str]:
     for what, text in _describe(run, settings):
         print(f"  {what:<18}{text}")
     if stack and settings is not None:
-        rows = run.read("data.train_batch_size") * run.read.group_size
-        problems += [] if problems else print_budget(stack, run.known().run(), rows)
         print("\nNot in this run")
         offered = capabilities.verl_capabilities(stack, settings, config)
         for name, why in (*offered.missing_hooks.items(), *offered.missing_signals.items()):
@@ -416,10 +420,11 @@ def _batch(run: _Examined) -> Iterator[tuple[str, str]]:
     read, stack = run.read, run.stack
     prompts, size, batches = read("data.train_batch_size"), read.group_size, read.batches_per_global_step
     rows = prompts * size
+    plan, stages = None, list[tuple[str, str]]()
     try:
-        plan: Plan | None = _first_plan(run, prompts)
+        plan = _first_plan(run, prompts)
+        stages = list(stage_lines(stack, lambda: _plan(run, prompts), rows))
     except RLPluginsError as e:
-        plan = None
         if run.prompts is None:
             yield "plan", f"not known without the data set ({str(e).splitlines()[0]})"
         else:
@@ -429,6 +434,7 @@ def _batch(run: _Examined) -> Iterator[tuple[str, str]]:
         own = "" if groups == prompts else f" (verl alone: {prompts})"
         of = "batch" if batches == 1 else f"plan, of {batches} batches"
         yield from plan_lines(stack, plan, rows, f"{groups} per {of}{own}")
+        yield from stages
         try:  # what the asynchronous trainers refuse at their first step
             run.known().check_plan(stack, plan, prompts)
         except RLPluginsError as e:
@@ -447,8 +453,12 @@ def _batch(run: _Examined) -> Iterator[tuple[str, str]]:
 
 def _first_plan(run: _Examined, prompts: int) -> Plan:
     """The plan of the first batch, from the methods themselves, with the first rows of the data set as the proposal."""
+    run.stack.start(run.known().run())
+    return _plan(run, prompts)
+
+
+def _plan(run: _Examined, prompts: int) -> Plan:
     known = run.known()
-    run.stack.start(known.run())
     return known.plan(run.stack, range(min(prompts, known.prompts)))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins import ConfigError, Idle, Method, MethodParams, Plan, PlanRow, Rollouts, Run, param
-from rl_plugins.core.rollouts import Budget, GroupSoFar, PerRollout, weighted_reward
+from rl_plugins.core.rollouts import GroupSoFar, PerRollout, weighted_reward
 from rl_plugins.methods.dars.schedule import Schedule, helping, served
 
 
@@ -86,20 +86,6 @@ class Dars(Method):
                 f"`n_first` is {p.n_first}, but the batch has room for {run.group_size} rollouts per prompt. Raise the "
                 f"group size (rows above n_first are room for second rounds), or lower `n_first`."
             )
-
-    def budget(self, budget: Budget, run: Run) -> Budget:
-        """n_first rollouts of each prompt, and as many further ones as the batch has room for."""
-        p, prompts, rows = self.params, budget.prompts[1], budget.trained[1]
-        most = helping(0.0, p.schedule, p.n_first, p.most, p.use_std)
-        helped = [min(k * most, rows - k * p.n_first) for k in range(prompts + 1)]  # if k prompts ask
-        spare = [made - n for made, n in zip(budget.generated, budget.trained, strict=True)]
-        low, high = budget.prompts[0] * p.n_first + spare[0], prompts * p.n_first + spare[1] + max(0, *helped)
-        return budget.replace(
-            per_prompt=(p.n_first, p.n_first + min(most, rows - p.n_first)),
-            generated=(low, high),
-            trained=(0, rows),
-            rounds=budget.rounds + (max(helped) > 0),
-        )
 
     def plan(self, plan: Plan) -> Plan | None:
         """N spare rollouts each; in the second round the helpings, as far as they fit."""

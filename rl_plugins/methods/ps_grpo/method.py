@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams
 from rl_plugins.core.errors import shown
-from rl_plugins.core.rollouts import Budget, Plan, PromptPool, Rollouts, Run
+from rl_plugins.core.rollouts import Plan, PromptPool, Rollouts, Run
 from rl_plugins.kit.priors import cell, dataset_of
 from rl_plugins.kit.services import number
 from rl_plugins.methods.ps_grpo.params import PsGrpoParams
@@ -87,24 +87,6 @@ class PsGrpo(Method):
     def check(self, run: Run) -> None:
         if self._whole_column(run):
             self._check_sets(self._sets(run), run)
-
-    def budget(self, budget: Budget, run: Run) -> Budget:
-        """Fewer prompts where sets do not divide the batch."""
-        prompts = budget.prompts[1]
-        if run.dataset is None or run.dataset_size is None:
-            return budget.replace(
-                prompts=(1, prompts), generated=(1, budget.generated[1]), trained=(1, budget.trained[1])
-            )
-        sets = self._sets(run)
-        self._check_sets(sets, replace(run, batch_rows=prompts * run.group_size))
-        sizes = np.unique(sets.size)
-        few = prompts - prompts % int(sizes[0]) if len(sizes) == 1 else max(1, prompts - int(sizes[-1]) + 1)
-        least = [few * part[0] // prompts for part in (budget.generated, budget.trained)]
-        return budget.replace(
-            prompts=(min(budget.prompts[0], few), prompts),
-            generated=(least[0], budget.generated[1]),
-            trained=(least[1], budget.trained[1]),
-        )
 
     def start(self, run: Run) -> None:
         self._of = self._sets(run)

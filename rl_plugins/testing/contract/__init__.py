@@ -31,7 +31,7 @@ from rl_plugins.testing.contract.decisions import (
 from rl_plugins.testing.contract.denoising import check_denoising
 from rl_plugins.testing.contract.documents import check_declaration, check_parameters, check_prose
 from rl_plugins.testing.contract.kit import Kit
-from rl_plugins.testing.contract.plans import check_budget, check_plans, check_prompts
+from rl_plugins.testing.contract.plans import check_plans, check_prompts
 from rl_plugins.testing.contract.programs import check_books, check_odd_engines, check_programs
 from rl_plugins.testing.contract.queues import check_admission
 from rl_plugins.testing.contract.updates import check_before_update, check_losses
@@ -53,7 +53,6 @@ CHECKS: tuple[Callable[[Kit], bool | None], ...] = (
     check_odd_engines,
     check_denoising,
     check_admission,
-    check_budget,
     check_determinism,
     check_resumption,
     check_observe_twice,

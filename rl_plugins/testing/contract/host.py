@@ -24,7 +24,6 @@ class DecidedBatch:
     plan: list[PlanRow]
     tokens: Tokens
     decision: Decision
-    rounds: int
 
 
 def run_batch(kit: Kit, stack: MethodStack) -> DecidedBatch:
@@ -40,7 +39,7 @@ def run_batch(kit: Kit, stack: MethodStack) -> DecidedBatch:
     tokens = kit.tokens(rollouts, forced=forced, seed=stack.batch)
     decision = kit.decide(stack, rollouts, tokens, BUDGET * kit.rows_per_rollout)
     check_full(stack, decision, BUDGET * kit.rows_per_rollout)
-    return DecidedBatch(rows, tokens, decision, max(1, rounds.number))
+    return DecidedBatch(rows, tokens, decision)
 
 
 def _generate(kit: Kit, plan: Sequence[PlanRow], batch: int) -> tuple[Rollouts, Tensor]:

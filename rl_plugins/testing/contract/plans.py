@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from rl_plugins.core.method import Method
-from rl_plugins.core.rollouts import Budget, PlanRow, PromptPool
-from rl_plugins.runtime.budget import budgets, spread
-from rl_plugins.testing.contract.host import DecidedBatch, run_batch
+from rl_plugins.core.rollouts import PlanRow, PromptPool
 from rl_plugins.testing.contract.kit import BUDGET, GROUP_SIZE, GROUPS, PROMPTS, Kit
 from rl_plugins.testing.data import make_plan
 
@@ -53,35 +50,3 @@ def check_prompts(kit: Kit) -> bool:
             if len(chosen) != n or len(set(chosen)) != n or not set(chosen) <= set(free):
                 kit.fail(f"`select_prompts` must return n different prompts that are not taken; it gave {chosen}.")
     return True
-
-
-def check_budget(kit: Kit, *before: Method) -> bool:
-    """expected sizes: every batch is within what `budget` says before the run"""
-    if not {"select_prompts", "plan"} & set(kit.cls.claims()):
-        return False
-    with kit.at("budget"):
-        stack = kit.stack(*before)
-        told = budgets(stack, kit.run, BUDGET * kit.rows_per_rollout)
-        for number in range(4):
-            batch = run_batch(kit, stack)
-            outside = [_outside(kit, budget, batch) for budget in told]
-            if all(outside):
-                kit.fail(f"batch {number} is outside of what `budget` says: {outside[0]}; `budget` must say so.")
-    return True
-
-
-def _outside(kit: Kit, budget: Budget, batch: DecidedBatch) -> str:
-    """What of a batch is not as a budget says; empty if all is."""
-    trained = int(batch.decision.trained.sum())
-    found = {
-        "prompts": (len({row.group for row in batch.plan}), budget.prompts),
-        "rows generated": (len(batch.decision.rollouts), budget.generated),
-        "rows trained": (trained, budget.trained),
-        "rounds": (batch.rounds, (1, budget.rounds)),
-    }
-    if kit.cls.budget is Method.budget and {"select", "shape"} & set(kit.cls.claims()):
-        found["rows trained"] = (trained, (0, budget.trained[1]))  # what leaves by the rewards needs no word
-    wrong = [
-        f"{n} {name} instead of {spread(pair)}" for name, (n, pair) in found.items() if not pair[0] <= n <= pair[1]
-    ]
-    return ", ".join(wrong)

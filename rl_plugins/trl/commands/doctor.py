@@ -16,11 +16,10 @@ import trl
 from datasets import load_dataset
 
 from rl_plugins.core.errors import ConfigError, RLPluginsError
-from rl_plugins.core.rollouts import Plan
+from rl_plugins.core.rollouts import Plan, Queue
 from rl_plugins.runtime import preflight
-from rl_plugins.runtime.budget import print_budget
 from rl_plugins.runtime.chat import has_template
-from rl_plugins.runtime.report import plan_lines
+from rl_plugins.runtime.report import plan_lines, stage_lines
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.trl import capabilities
 from rl_plugins.trl.commands import heads, script
@@ -81,8 +80,6 @@ def print_run(argv: Sequence[str], world_size: int | None, masked: bool = False)
     print("\nOne generation batch")
     for what, text in _batch(stack, known, processes, found):
         print(f"  {what:<18}{text}")
-    if not found.problems:
-        found.problems.extend(print_budget(stack, capabilities.run_of(known), known.args.generation_batch_size))
     if found.notes:
         print("\nNotes")
         for note in found.notes:
@@ -239,9 +236,11 @@ def _batch(
     """The plan in words and numbers; adds a problem if a method refuses to plan."""
     a = known.args
     rows, group = a.generation_batch_size, a.num_generations
-    plan = None
+    plan, stages = None, list[tuple[str, str]]()
     try:
         plan = _first_plan(stack, known)
+        if plan is not None:
+            stages = list(stage_lines(stack, lambda: _plan(stack, known), rows))
     except RLPluginsError as e:
         if known.dataset is None:
             yield "plan", f"not known without the dataset ({str(e).splitlines()[0]})"
@@ -251,6 +250,10 @@ def _batch(
         prompts = len({r.group for r in plan.rows})
         own = "" if prompts == rows // group else f" (TRL alone: {rows // group})"
         yield from plan_lines(stack, plan, rows, f"{prompts}{own}")
+        yield from stages
+        if stack.claims["admit"]:
+            begun = stack.one("admit", Queue((), rows // group, group, 0)).fresh
+            yield "groups begun", f"{begun} in the first batch; those that are not complete wait for a later one"
     ga, steps = a.gradient_accumulation_steps, capabilities.optimizer_steps_per_batch(a)
     where = f"{processes} process{'es' if processes > 1 else ''}"
     per_step = a.per_device_train_batch_size * processes * ga
@@ -268,6 +271,10 @@ def _first_plan(stack: MethodStack, known: capabilities.KnownRun) -> Plan | None
     if known.size is None and ("prompt_index" in stack.needs or stack.claims["select_prompts"]):
         return None  # refused by the pre-flight check
     stack.start(capabilities.run_of(known))
+    return _plan(stack, known)
+
+
+def _plan(stack: MethodStack, known: capabilities.KnownRun) -> Plan:
     prompts = known.args.generation_batch_size // known.args.num_generations
     return capabilities.first_plan_of(stack, known, range(prompts if known.size is None else min(prompts, known.size)))
 
