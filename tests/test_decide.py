@@ -338,6 +338,19 @@ def test_turns_of_a_row_without_reward_have_no_advantage():
     refused(lambda: run([of_turns(lambda r: odd)], rollouts, tokens), "an advantage is NaN, and its row has a reward")
 
 
+@pytest.mark.parametrize("bad", [INF, -INF, 1e17])
+def test_the_reward_of_a_turn_is_checked_as_that_of_a_row(bad):
+    rollouts, tokens = agent_batch([2, 1, 3])
+    reward = rollouts.turns.reward.clone()
+    reward[2] = NAN  # a turn without a reward
+    known = rollouts.replace(turns=dataclasses.replace(rollouts.turns, reward=reward))
+    run([], known, tokens)
+    reward = reward.clone()
+    reward[0] = bad  # turn 2 of row 2
+    hot = rollouts.replace(turns=dataclasses.replace(rollouts.turns, reward=reward))
+    refused(lambda: run([], hot, tokens), "The reward of 1 of 6 turns is infinite", "turn 2 of row 2")
+
+
 def test_turns_stay_with_their_tokens_when_rows_leave():
     rollouts, tokens = agent_batch([2, 1, 3, 1], [1.0, 2.0, 3.0, 4.0])
     seen = {}

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from messages import raises
 from waiting import HANG, NEVER, SOON, Stuck
 
@@ -36,6 +37,7 @@ from rl_plugins.kit.services import (
     prompt_text,
     with_task,
 )
+from rl_plugins.testing import make_run
 
 
 def service(function: Any, **options: Any) -> Service:
@@ -876,3 +878,26 @@ def test_an_exit_without_a_text_is_a_failure_at_once() -> None:
 
     (failure,) = Service(function, "the judge", retries=0, timeout=60).ask([1], strict=False)
     assert failure.error == "RuntimeError: Exit: <Exit whose text cannot be made>"
+
+
+# ---- media
+
+
+@pytest.mark.parametrize(
+    ("cells", "empty"),
+    [
+        ([[], []], True),
+        ([None, None], True),
+        ([[], None], True),
+        ([["a"], []], False),
+        ([[], ["a"]], False),
+        (["a", None], False),
+    ],
+)
+def test_a_column_without_media_is_none(cells, empty):
+    dataset = Dataset.from_dict({"prompt": ["x"] * len(cells), "images": cells})
+    assert services.empty_column(dataset, "images") is empty
+    assert services.media_of(make_run(dataset=dataset, dataset_size=2, columns=("prompt", "images"))) == (
+        "" if empty else "images"
+    )
+    assert not services.empty_column(dataset, "prompt") and not services.empty_column([{"images": []}], "images")

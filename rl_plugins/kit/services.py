@@ -507,13 +507,25 @@ def prompt_text(prompt: Any) -> str:
 def media_of(run: Run) -> str:
     """Where the prompts of a run have images, video or sound: a column, or parts of the first prompt's messages; empty
     if they are text alone, as far as can be told."""
-    found = [c for c in run.columns if c.rstrip("s") in ("image", "video", "audio")]
+    found = [c for c in run.columns if c.rstrip("s") in ("image", "video", "audio") and not empty_column(run.dataset, c)]
     if not found and run.dataset is not None and run.dataset_size:
         prompt = run.dataset[0].get("prompt")
         messages = prompt if isinstance(prompt, (list, tuple)) else ()
         parts = [m["content"] for m in messages if isinstance(m, Mapping) and isinstance(m.get("content"), list)]
         found = [f"prompt ({p.get('type')})" for content in parts for p in content if p.get("type") != "text"]
     return ", ".join(dict.fromkeys(found))
+
+
+def empty_column(dataset: Any, column: str) -> bool:
+    """Whether a column of a `datasets.Dataset` has nothing in any row, as text rows beside those with images have it:
+    empty lists or None. Costs no look at the rows. Of another dataset it is not known: False."""
+    table = getattr(getattr(dataset, "data", None), "table", None)
+    if table is None or column not in table.column_names:
+        return False
+    return all(
+        chunk.null_count == len(chunk) or (hasattr(chunk, "offsets") and chunk.offsets[0] == chunk.offsets[-1])
+        for chunk in table.column(column).chunks
+    )
 
 
 def with_task(prompt: Any, change: Callable[[str], str]) -> Any:

@@ -108,8 +108,8 @@ def select_rows(stack: MethodStack, rollouts: Rollouts) -> Selection:
     """`rewards` and `select`: what needs no token, so that a host can leave rows out before it computes log-probs.
 
     Raises:
-        MethodError: from a hook, for an illegal return value, for infinite rewards, or when no row has a reward, and
-            more batches in a row had none than `stack.max_unrewarded_batches`.
+        MethodError: from a hook, for an illegal return value, for infinite rewards of rows or turns, or when no row has a
+            reward, and more batches in a row had none than `stack.max_unrewarded_batches`.
     """
     rewarded_by: dict[str, Tensor] = {}
     for m in stack.claims["rewards"]:
@@ -126,6 +126,13 @@ def select_rows(stack: MethodStack, rollouts: Rollouts) -> Selection:
             f"A reward is infinite ({names or 'their weighted sum'}), or beyond {validate.LARGEST:g}, so that sums of "
             f"squares are infinite in float32; rewards must be finite numbers within that, or None/NaN where a row "
             f"has none."
+        )
+    turns = rollouts.turns
+    if turns is not None and bool((bad := validate.too_large(turns.reward)).any()):
+        raise MethodError(
+            f"The reward of {int(bad.sum())} of {len(bad)} turns is infinite, or beyond {validate.LARGEST:g}, first "
+            f"that of turn {int(turns.turn[bad][0])} of row {int(turns.row[bad][0])}; rewards of turns must be finite "
+            f"numbers within that, or NaN where a turn has none. Look at what the environment gives."
         )
     if len(rollouts) and bool(torch.isnan(rollouts.reward).all()):
         _count_unrewarded(stack, rollouts)

@@ -19,6 +19,7 @@ from rl_plugins.core.losses import TRL_AGGREGATION
 from rl_plugins.core.method import HOOKS, Method
 from rl_plugins.core.rollouts import Plan, Run
 from rl_plugins.kit.masked import MASKED_OPTIONS, MaskedOptions
+from rl_plugins.kit.services import empty_column
 from rl_plugins.runtime.chat import NO_TEMPLATE, TEMPLATE_FILES, has_template
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.preflight import NO_TURN_LIMITS, HostCapabilities, no_redundancy, preflight
@@ -141,7 +142,7 @@ class KnownRun:
 
     @property
     def has_images(self) -> bool:
-        return bool({"image", "images"} & set(self.columns or ()))
+        return any(c in (self.columns or ()) and not empty_column(self.dataset, c) for c in ("image", "images"))
 
     @property
     def has_messages(self) -> bool:

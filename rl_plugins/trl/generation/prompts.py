@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from rl_plugins.core.rollouts import PlanRow
+from rl_plugins.kit.services import empty_column
 from rl_plugins.runtime.ranks import gather
 from rl_plugins.trl.host import Accelerator, DatasetRow
 
@@ -45,7 +46,7 @@ class Prompts:
     ) -> None:
         self.numbered = all(p >= 0 for p in proposal)
         self.dataset = dataset if self.numbered else None
-        self.has_images = bool({"image", "images"} & set(local[0]))
+        self.has_images = any(c in local[0] and not empty_column(self.dataset, c) for c in ("image", "images"))
         self._known: dict[int, DatasetRow] = {}
         self.size: int | None = None
         if self.numbered:

@@ -92,9 +92,11 @@ def test_evaluation_is_untouched(tmp_path):
 # ---- the first methods
 
 
-def test_mc_grpo_trains_g_of_g_plus_one(tmp_path):
-    """72 completions, 64 rows in the batch, advantages as a plain loop over the groups has them."""
-    t, spy = run(tmp_path, ["mc_grpo"])
+@pytest.mark.parametrize("columns", [{}, {"images": []}])
+def test_mc_grpo_trains_g_of_g_plus_one(tmp_path, columns):
+    """72 completions, 64 rows in the batch, advantages as a plain loop over the groups has them. A text-only dataset
+    may have the column of its multimodal siblings, without an image in it."""
+    t, spy = run(tmp_path, ["mc_grpo"], dataset=build_dataset(64, seed=1).map(lambda row: columns))
     out, batch = spy.batches[0], spy.batches_of_driver[0]
     assert len(batch.mine) == 72 and len(out["advantages"]) == 64 and "tool_mask" not in out
     assert int(out["num_items_in_batch"]) == int(out["completion_mask"].sum())
