@@ -507,7 +507,8 @@ def prompt_text(prompt: Any) -> str:
 def media_of(run: Run) -> str:
     """Where the prompts of a run have images, video or sound: a column, or parts of the first prompt's messages; empty
     if they are text alone, as far as can be told."""
-    found = [c for c in run.columns if c.rstrip("s") in ("image", "video", "audio") and not empty_column(run.dataset, c)]
+    media = [c for c in run.columns if c.rstrip("s") in ("image", "video", "audio")]
+    found = [c for c in media if not empty_column(run.dataset, c)]
     if not found and run.dataset is not None and run.dataset_size:
         prompt = run.dataset[0].get("prompt")
         messages = prompt if isinstance(prompt, (list, tuple)) else ()

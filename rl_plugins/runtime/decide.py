@@ -108,8 +108,8 @@ def select_rows(stack: MethodStack, rollouts: Rollouts) -> Selection:
     """`rewards` and `select`: what needs no token, so that a host can leave rows out before it computes log-probs.
 
     Raises:
-        MethodError: from a hook, for an illegal return value, for infinite rewards of rows or turns, or when no row has a
-            reward, and more batches in a row had none than `stack.max_unrewarded_batches`.
+        MethodError: from a hook, for an illegal return value, for infinite rewards of rows or turns, or when no row has
+            a reward, and more batches in a row had none than `stack.max_unrewarded_batches`.
     """
     rewarded_by: dict[str, Tensor] = {}
     for m in stack.claims["rewards"]:
