@@ -74,12 +74,6 @@ def plan(self, plan):
     return plan.replace(rows=tuple(r.replace(spare=r.spare + self.params.spare, payload="toy") for r in plan.rows))
 
 
-def budget(self, budget, run):
-    low, high = budget.generated
-    more = budget.prompts[0] * self.params.spare
-    return budget.replace(generated=(low + more, high + more))
-
-
 def rewards(self, rollouts):
     return rollouts.reward - 0.01 * rollouts.length
 
@@ -172,7 +166,6 @@ ALL_HOOKS = {
     "start": start,
     "select_prompts": select_prompts,
     "plan": plan,
-    "budget": budget,
     "admit": admit,
     "rollout": plain,
     "rewards": rewards,
@@ -630,11 +623,6 @@ BROKEN = [
     (dict(policy_loss=state_in_loss), "reads self.state in the update place"),
     (dict(before_update=state_before_update), "reads self.state in the update place"),
     (dict(plan=grows), "`plan` accumulates"),
-    (
-        {**ALL_HOOKS, "budget": Method.budget},
-        "batch 0 is outside of what `budget` says: 20 rows generated instead of 16; `budget` must say so",
-    ),
-    (dict(plan=plan, budget=lambda self, budget, run: 20), "int instead of a Budget, or of one per stage"),
     (dict(plan=too_many), "`plan` trains 20 rows of a budget of 16"),
     (dict(plan=other_prompts), "which were not chosen"),
     (dict(plan=negative), "negative number of rollouts"),

@@ -9,7 +9,7 @@ from rl_plugins.lab.pages.reference import entries, objects, reference_page, sec
 
 # What the hooks are given and return, as the issue lists it.
 WANTED = (
-    *("Rollouts", "Groups", "Tokens", "TurnTable", "Terms", "Rows", "Update", "Shape", "Run", "Budget"),
+    *("Rollouts", "Groups", "Tokens", "TurnTable", "Terms", "Rows", "Update", "Shape", "Run"),
     *("PromptPool", "Plan", "PlanRow", "Queue", "Admission"),
     *("Prompt", "Trajectory", "Generate", "Score", "Call", "Service", "Endpoint", "Observation", "Environment"),
 )

@@ -19,14 +19,13 @@ from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Completion, PlanRow, Rollouts
 from rl_plugins.methods.best_perm import BestPerm, best_permutation, upper_bound
 from rl_plugins.methods.v0 import V0
-from rl_plugins.runtime.budget import budgets, described
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.rounds import Rounds
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.state import load_state, save_state
-from rl_plugins.testing import check_method, make_plan, make_rollouts, make_run, one_step, start_stack
+from rl_plugins.testing import make_plan, make_rollouts, make_run, one_step, start_stack
 
 GOLDEN = Golden("best_perm")
 NAN = math.nan
@@ -362,26 +361,6 @@ def test_the_better_hint_is_tried_first_in_time():
 
 
 # ---- before the run
-
-
-def test_budget_on_paper():
-    def told(**params: Any) -> str:
-        method = BestPerm(build_params(BestPerm.Params, {"hints_column": "hints", **params}, "best_perm"))
-        (found,) = budgets(MethodStack([method]), make_run(group_size=8), 32)
-        return described(found)
-
-    assert told() == "4 prompts with 4 to 7 rollouts each; 16 to 28 rows generated in up to 4 rounds, 16 to 28 trained"
-    assert told(n_first=8) == "4 prompts with 8 rollouts each; 32 rows generated in 1 round, 32 trained"
-    assert told(n_first=7, n_hint=4) == (
-        "4 prompts with 7 to 11 rollouts each; 28 to 32 rows generated in up to 4 rounds, 28 to 32 trained"
-    )
-    assert told(hints_column="", templates=("{prompt}!",)).startswith("4 prompts with 4 to 5 rollouts each; 16 to 20")
-
-
-@pytest.mark.parametrize("params", [{}, {"n_first": 1, "n_hint": 2}, {"n_first": 3, "n_hint": 4, "max_hints": 1}])
-def test_batches_are_within_the_budget(params):
-    report = check_method(BestPerm, templates=("{prompt}?", "{prompt}!", "{prompt}."), **params)
-    assert any(check.startswith("expected sizes") for check in report.checks)
 
 
 @pytest.mark.parametrize(

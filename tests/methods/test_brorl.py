@@ -21,14 +21,12 @@ from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Rollouts, Update
 from rl_plugins.methods.brorl import BroRL, answer_statistics, group_size, lr_factor
 from rl_plugins.methods.v0 import V0
-from rl_plugins.runtime.budget import budgets, described
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.update import before_update
 from rl_plugins.testing import (
-    check_method,
     make_plan,
     make_rollouts,
     make_rows,
@@ -331,58 +329,10 @@ def test_group_size_before_and_within_a_ramp():
     assert [group_size(ramp, b) for b in range(6)] == [None, None, 8, 8, 16, 16]
 
 
-def told(rows: int = 32, run: Any = None, **params: Any) -> list[str]:
-    found = budgets(MethodStack([brorl(**params)]), run or make_run(rows_per_update=64), rows)
-    return [f"{b.stage}: {described(b)}" if b.stage else described(b) for b in found]
-
-
-def test_doctor_says_batch_prompts_and_factor():
-    host = "8 prompts with 4 rollouts each; 32 rows generated in 1 round, "
-    assert told() == [host + "0 to 32 trained"]
-    assert told(dynamic_sampling=False) == [host + "32 trained"]
-    rate = "learning rate x 2 (64 rows per optimizer step, base 16)"
-    assert told(base_rows=16) == [f"{rate}: {host}0 to 32 trained"]
-    assert told(base_rows=16, lr_scale="linear")[0].startswith("learning rate x 4 (64 rows")
-    assert told(base_rows=16, run=make_run()) == [host + "0 to 32 trained"]  # not known
-    assert told(ramp=[[2, 8], [4, 12]], base_rows=16) == [
-        f"batches 0 to 1, {rate}: {host}0 to 32 trained",
-        f"batches 2 to 3, {rate}: 4 prompts with 8 rollouts each; 32 rows generated in 1 round, 0 to 32 trained",
-        f"batches 4 on, {rate}: 2 prompts with 12 rollouts each; 24 rows generated in 1 round, 0 to 24 trained",
-    ]
-    assert told(ramp=[[0, 2]], run=make_run(dataset_size=10)) == [
-        "batches 0 on: 10 prompts with 2 rollouts each; 20 rows generated in 1 round, 0 to 20 trained"
-    ]
-
-
-def test_a_ramp_beyond_the_batch_is_found_before_the_run():
-    with pytest.raises(
-        ConfigError, match="^`brorl`: `ramp` asks for 33 rollouts per prompt, and a batch has room for 32"
-    ):
-        told(ramp=[[50, 33]])
-
-
 def test_a_ramp_beyond_the_batch_ends_the_run_in_its_first_batch():
     stack = start_stack(brorl(ramp=[[5, 17]]))
     with pytest.raises(MethodError, match="`ramp` asks for 17 rollouts per prompt, and a batch has room for 16 rows"):
         first_plan(stack, [0, 1, 2, 3], 4, 16, 16)
-
-
-@pytest.mark.parametrize("params", [{"ramp": [[1, 8]]}, {"ramp": [[0, 2]]}, {"ramp": [[0, 8], [2, 5]]}, {}])
-def test_batches_are_within_the_budget(params):
-    report = check_method(BroRL, **params)
-    assert any(check.startswith("expected sizes") for check in report.checks)
-
-
-def test_the_budget_beside_spare_rollouts():
-    more = method(
-        "more",
-        plan=lambda plan: plan.replace(rows=tuple(r.replace(spare=r.spare + 1) for r in plan.rows)),
-        budget=lambda b, run: b.replace(generated=(b.generated[0] + b.prompts[0], b.generated[1] + b.prompts[1])),
-    )
-    (found,) = budgets(MethodStack([more, brorl(ramp=[[0, 8]])]), make_run(), 32)
-    assert found.generated == (36, 36) and found.prompts == (4, 4) and found.per_prompt == (8, 8)
-    (found,) = budgets(MethodStack([brorl(ramp=[[0, 8]]), more]), make_run(), 32)
-    assert found.generated == (36, 36)
 
 
 # ---- the learning rate

@@ -17,12 +17,11 @@ from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.method import SameAs
 from rl_plugins.core.params import build_params
-from rl_plugins.core.rollouts import Budget, Completion, GroupSoFar, Plan, PlanRow, Rollouts
+from rl_plugins.core.rollouts import Completion, GroupSoFar, Plan, PlanRow, Rollouts
 from rl_plugins.methods.dars import Dars, helping, served
 from rl_plugins.methods.dars_b import DARS_B
 from rl_plugins.methods.dars_breadth import DarsBreadth
 from rl_plugins.methods.mc_grpo import McGrpo
-from rl_plugins.runtime.budget import budgets
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.preflight import preflight
@@ -373,17 +372,8 @@ def test_rows_that_another_method_added_in_the_round_take_room() -> None:
     assert method.plan(Plan((added,), 8, 20, 1, so_far)).rows == (added, PlanRow(0, 0, 7))
 
 
-def test_budget_on_paper() -> None:
+def test_rows_of_a_batch() -> None:
     """4 prompts, 40 rows: one prompt without a success may get 24, two 24, three 16, four 8."""
-    stack = dars_stack(10)
-    (told,) = budgets(stack, make_run(group_size=10), 40)
-    assert told == Budget((4, 4), (8, 32), (32, 32 + 24), (0, 40), 2)
-    (told,) = budgets(dars_stack(8, n_max=8), make_run(group_size=8), 32)
-    assert told == Budget((4, 4), (8, 8), (32, 32), (0, 32), 1)
-    (told,) = budgets(dars_stack(8, n_max=9), make_run(group_size=8), 8)
-    assert told == Budget((1, 1), (8, 8), (8, 8), (0, 8), 1)
-    both = start_stack(McGrpo(), Dars(), run=make_run(group_size=10))
-    assert budgets(both, make_run(group_size=10), 40)[0].generated == (36, 60)
     for first, successes in (((0, 8, 8, 8), 1), ((0, 0, 8, 8), 2), ((0, 0, 0, 8), 3), ((0, 0, 0, 0), 4)):
         rollouts, _ = generated(dars_stack(10), right(*first), 10)
         assert len(rollouts) == 32 + min(24 * successes, 40 - 8 * successes) <= 56

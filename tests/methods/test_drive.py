@@ -17,7 +17,6 @@ from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Completion, Plan, PlanRow, PromptPool
 from rl_plugins.methods.drive import Drive, hardest
-from rl_plugins.runtime.budget import budgets
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack, build_stack
@@ -222,7 +221,6 @@ def test_no_plan_is_too_large_or_empty(data: st.DataObject) -> None:
     sizes = [1.0 if first == SIZE else max(2, first), max(2, second)]
     params = {"sizes": sizes, "batches": [2], "rollouts": n, "when_short": short}
     stack, method = drive(**params, keep_unsolved=data.draw(st.booleans()))
-    told = budgets(stack, make_run(), 16)
     for number in range(4):
         rows = batch(stack, method, np.full(SIZE, 0.3))
         size = n[number >= 2]
@@ -230,10 +228,6 @@ def test_no_plan_is_too_large_or_empty(data: st.DataObject) -> None:
         assert 0 < trained <= 16 and {row.n for row in rows} == {size}
         if short == "repeat":
             assert len(rows) == 16 // size
-        budget = told[number >= 2]
-        assert budget.prompts[0] <= len(rows) <= budget.prompts[1]
-        assert budget.trained[0] <= trained <= budget.trained[1]
-        assert budget.per_prompt == (size, size)
 
 
 # ---- neutral
@@ -350,18 +344,6 @@ def test_a_phase_that_is_never_reached_is_told(caplog: Any) -> None:
     assert "batch 100, and the run has 100: it is not reached" in caplog.text
 
 
-def test_budget_on_paper() -> None:
-    stack, _ = drive(sizes=[1, 8, 2], batches=[4, 3], rollouts=[4, 8, 8], max_tokens=[6, 12, 12], when_short="fewer")
-    told = budgets(stack, make_run(), 32)
-    assert [b.stage for b in told] == [
-        "batches 0 to 3: all, at most 6 tokens",
-        "batches 4 to 6: the hardest 8 prompts, at most 12 tokens",
-        "batch 7 and later: the hardest 2 prompts, at most 12 tokens",
-    ]
-    assert [b.prompts for b in told] == [(8, 8), (4, 4), (2, 2)]
-    assert [b.trained for b in told] == [(32, 32), (32, 32), (16, 16)]
-
-
 @pytest.mark.parametrize("size", [5, 6, 7, 16])
 def test_all_of_a_set_come_before_one_comes_again(size: int) -> None:
     """Also where a pass ends in the middle of a batch."""
@@ -380,9 +362,3 @@ def test_other_numbers_than_the_hosts_still_go_through_the_dataset(rollouts: int
     stack, method = drive(sizes=[1], batches=[], rollouts=[rollouts])
     seen = [row.prompt_index for _ in range(SIZE * rollouts // 16) for row in batch(stack, method, np.full(SIZE, 0.5))]
     assert sorted(seen) == list(range(SIZE))
-
-
-def test_a_phase_that_does_not_fit_is_a_problem_on_paper() -> None:
-    stack = build_stack(["drive"], {"drive": {"sizes": [1, 0.5], "batches": [4], "rollouts": [4, 64]}})
-    with pytest.raises(ConfigError, match="`drive`: `rollouts` has 64 in one phase, and a batch has room for 16 rows"):
-        budgets(stack, make_run(dataset_size=SIZE), 16)

@@ -21,7 +21,6 @@ from rl_plugins.core.rollouts import PlanRow, Rollouts
 from rl_plugins.methods.ps_grpo import PsGrpo
 from rl_plugins.methods.ps_grpo.method import weights
 from rl_plugins.methods.ps_grpo.texts import KINDS, Texts, Vocabulary
-from rl_plugins.runtime.budget import budgets
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack
@@ -354,15 +353,12 @@ def test_sets_stay_whole_and_come_once_an_epoch(data: st.DataObject) -> None:
     prompts = data.draw(st.integers(max(sizes), len(values)))
     stack = ps_grpo(values, rows=4 * prompts)
     seen = Counter[str]()
-    run = make_run(dataset=dataset(values), dataset_size=len(values), columns=("prompt", COLUMN))
-    (told,) = budgets(stack, run, 4 * prompts)
     for _ in range(8):
         rows = planned(stack, prompts, values)
         found = groups_of(rows, values)
         for name, members in found.items():
             assert sorted(members) == [i for i, v in enumerate(values) if v == name], "a set was torn apart"
         assert max(sizes) > prompts - len(rows) or len(rows) == len(values)
-        assert told.prompts[0] <= len(rows) <= told.prompts[1] and told.trained[0] <= 4 * len(rows) <= told.trained[1]
         seen.update(list(found))
         times = [seen[f"s{i}"] for i in range(len(sizes))]
         assert max(times) - min(times) <= 1, "a set came again before another came"
@@ -419,9 +415,6 @@ def test_what_does_not_fit_the_run() -> None:
     stack = ps_grpo()  # the run does not say how large a batch is
     with pytest.raises(MethodError, match=message):
         first_plan(stack, [0, 1], 4, 8, 6, dataset([0, 0, 0, 1, 1, 1]))
-    run = make_run(dataset=dataset([0, 0, 0, 1]), dataset_size=4)
-    with pytest.raises(ConfigError, match=f"`ps_grpo`: {message}"):
-        budgets(MethodStack([PsGrpo()]), run, 8)
     with pytest.raises(
         ConfigError, match="no two rows of the dataset have the same value in the column `paraphrase_set"
     ):

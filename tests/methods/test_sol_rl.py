@@ -17,7 +17,7 @@ from rl_plugins.core.denoising import Denoise, Sample, SamplePrompt
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.groups import Groups
-from rl_plugins.core.rollouts import Budget, Rollouts
+from rl_plugins.core.rollouts import Rollouts
 from rl_plugins.diffusion.nft import decay, nft_loss, noisy, optimality
 from rl_plugins.methods.sol_rl.choice import places
 from rl_plugins.runtime.decide import decide
@@ -294,12 +294,6 @@ def test_chance_depends_on_the_seed_and_not_on_the_order_of_rows(mode: str) -> N
 def test_a_pool_smaller_than_the_group_is_refused(value: float) -> None:
     with pytest.raises(ConfigError, match="oversample"):
         started("sol_rl_select", oversample=value)
-
-
-def test_the_budget_counts_the_pool() -> None:
-    (method,) = build_stack("sol_rl_select").methods
-    host = Budget(prompts=(2, 2), per_prompt=(4, 4), generated=(8, 8), trained=(8, 8))
-    assert method.budget(host, make_run()) == host.replace(generated=(32, 32))
 
 
 # ---- two stages on a known flow

@@ -57,7 +57,6 @@ from rl_plugins.methods.swarm_sapo import (
 from rl_plugins.methods.swarm_sapo.choice import by_total_reward, chosen
 from rl_plugins.methods.swarm_sapo.mailbox import Mailbox
 from rl_plugins.methods.swarm_sapo.packages import PackageLimits, file_name, is_whole, sender_of, written_files
-from rl_plugins.runtime.budget import budgets
 from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.state import load_state, save_state
@@ -347,18 +346,6 @@ def node_run(node: Node) -> Any:
         max_completion_length=LONGEST,
         chat=Letters(),
     )
-
-
-def test_budget_holds_and_needs_an_own_group() -> None:
-    stack = start_stack(built(external_groups=2, spare_groups=3, shared=Memory()))
-    (told,) = budgets(stack, make_run(group_size=4), 16)
-    assert told.prompts == (4, 7) and told.generated == (16, 28) and told.trained == (8, 16)
-    full = start_stack(built(external_groups=4, shared=Memory()))
-    with pytest.raises(ConfigError, match="a batch has 4 prompts; at least one must be the own"):
-        budgets(full, make_run(group_size=4), 16)
-    buffered = make_run(group_size=4, buffered=True)
-    (told,) = budgets(start_stack(built(shared=Memory()), run=buffered), buffered, 16)
-    assert told.generated == (16, 16) and told.prompts == (4, 4)
 
 
 def test_asynchronous_modes_have_exactly_j_candidates() -> None:

@@ -20,7 +20,7 @@ from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.method import Method
 from rl_plugins.core.params import build_params
-from rl_plugins.core.rollouts import Budget, Completion, GroupSoFar, Plan, PlanRow, Rollouts, Tokens
+from rl_plugins.core.rollouts import Completion, GroupSoFar, Plan, PlanRow, Rollouts, Tokens
 from rl_plugins.kit.services import media_of, prompt_text
 from rl_plugins.methods.mc_grpo import McGrpo
 from rl_plugins.methods.xrpo import XRPO
@@ -28,7 +28,6 @@ from rl_plugins.methods.xrpo.similarity import tfidf_cosine, words
 from rl_plugins.methods.xrpo_allocate import XrpoAllocate, allocate, half_width
 from rl_plugins.methods.xrpo_novelty import XrpoNovelty, relative_likelihood
 from rl_plugins.methods.xrpo_seeds import XrpoSeeds
-from rl_plugins.runtime.budget import budgets
 from rl_plugins.runtime.decide import check_full
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
@@ -311,10 +310,7 @@ def test_what_the_allocator_logs() -> None:
     assert logged(stack) == {"xrpo_allocate/most": 8, "xrpo_allocate/moved": 0}
 
 
-def test_allocator_on_paper_and_refusals() -> None:
-    run = make_run(group_size=8)
-    assert budgets(allocating(8), run, 32) == [Budget((4, 4), (4, 20), (32, 32), (32, 32), 3)]
-    assert budgets(allocating(8, n_first=7), run, 8) == [Budget((1, 1), (7, 8), (8, 8), (8, 8), 2)]
+def test_allocator_refusals() -> None:
     with pytest.raises(ConfigError, match="has 8 rollouts per prompt, and `n_first` is 9"):
         allocating(8, n_first=9)
     for params, text in (
@@ -633,9 +629,6 @@ def test_who_decides_the_number() -> None:
     assert build_stack(["xrpo"]).names == ["xrpo_allocate", "xrpo_seeds", "xrpo_novelty"]
     assert build_stack(["xrpo", "-xrpo_seeds"]).names == ["xrpo_allocate", "xrpo_novelty"]
     assert XRPO.parts["xrpo_seeds"] == {"second_round": False}
-    run = make_run(group_size=8)
-    assert budgets(seeding(8), run, 32) == [Budget((4, 4), (8, 8), (32, 32), (32, 32), 2)]
-    assert budgets(seeding(8, second_round=False), run, 32)[0].rounds == 1
 
 
 def test_without_later_rounds_it_says_that_it_is_idle() -> None:

@@ -17,7 +17,7 @@ from rl_plugins.core.method import HOOKS, SIGNALS, Method
 # Heading -> what is under it: (module without `rl_plugins`, names).
 PARTS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "A method and its parameters": (("", "Method Idle Bundle param MethodParams"),),
-    "The run": (("", "Run"), ("core.rollouts", "Budget")),
+    "The run": (("", "Run"),),
     "What is generated": (
         ("", "PromptPool Plan PlanRow Completion"),
         ("core.rollouts", "GroupSoFar"),
@@ -38,7 +38,7 @@ PARTS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "Rollout programs of diffusion policies": (("core.denoising", "SamplePrompt Sample Transition Denoise"),),
     "Rollouts and their groups": (
         ("", "Rollouts"),
-        ("core.rollouts", "PerRollout TurnTable TokenIds"),
+        ("core.rollouts", "PerRollout TurnTable TokenIds Jagged"),
         ("", "Groups Tokens Shape"),
         ("core.estimators", "grpo_advantages"),
     ),
