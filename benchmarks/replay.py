@@ -53,11 +53,8 @@ def batch(number: int) -> tuple[Any, Any]:
     rng = np.random.default_rng(number)
     rows = FRESH * SIZE
     prompt = torch.arange(FRESH).repeat_interleave(SIZE) + number % 4 * FRESH
-    ids = TokenIds(
-        tuple(torch.arange(64) for _ in range(rows)),
-        tuple(torch.from_numpy(rng.integers(0, 150_000, (rows, TOKENS)))),
-        tuple(torch.zeros(rows, TOKENS, dtype=torch.bool)),
-    )
+    completions = torch.from_numpy(rng.integers(0, 150_000, (rows, TOKENS)))
+    ids = TokenIds.cat([torch.arange(64)] * rows, list(completions))
     rollouts = make_rollouts(
         torch.from_numpy(rng.random(rows)),
         group_size=SIZE,

@@ -268,7 +268,8 @@ def test_a_subset_of_rows_takes_every_field_along():
     assert part.turns.turn.tolist() == [0, 1, 0] and part.turns.reward.tolist() == [30.0, 11.0, 10.0]
     assert len(part.turns.valid) == 3 and len(part) == 2 and part.groups.size.tolist() == [1, 1]
     ids = (part.token_ids.prompt, part.token_ids.completion, part.token_ids.observed)
-    for taken, given in zip(ids, dataclasses.astuple(full.token_ids), strict=True):
+    whole_ids = (full.token_ids.prompt, full.token_ids.completion, full.token_ids.observed)
+    for taken, given in zip(ids, whole_ids, strict=True):
         assert [x.tolist() for x in taken] == [given[1].tolist(), given[3].tolist()]
     whole = {"reward_names", "reward_weights", "meta", "turns", "batch"}
     whole |= {"current_version", "steps_since_published", "token_ids"}

@@ -53,7 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert ids is not None
         longer = tuple(torch.cat([c, torch.tensor([4, 5, 6])]) for c in ids.completion)
         observed = tuple(torch.cat([o, torch.tensor([True] * 3)]) for o in ids.observed)
-        rollouts = rollouts.replace(token_ids=TokenIds(ids.prompt, longer, observed))
+        rollouts = rollouts.replace(token_ids=TokenIds.cat(ids.prompt, longer, observed))
         decide(stack, rollouts, tokens, None, grpo_advantages, 10**6)
     assert not stack.watchers[0]._writer.wait()
     return folder

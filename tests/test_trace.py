@@ -101,7 +101,7 @@ def batch_of(number: int = 0, rows: int = 8) -> tuple[Rollouts, Tokens]:
     rewards[3] = math.nan
     r = make_rollouts(rewards, group_size=GROUP, lengths=[2 + i % 3 for i in range(rows)], batch=number)
     lengths = r.length.tolist()
-    ids = TokenIds(
+    ids = TokenIds.cat(
         prompt=tuple(torch.tensor([int(g), 3]) for g in r.group),
         completion=tuple(torch.arange(n + 1) for n in lengths),
         observed=tuple(torch.tensor([False] * n + [True]) for n in lengths),

@@ -19,7 +19,7 @@ from traces import by_name
 from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.method import Method
 from rl_plugins.core.requests import ORIGIN, Trajectory
-from rl_plugins.core.rollouts import GroupSoFar, Rollouts
+from rl_plugins.core.rollouts import GroupSoFar, Rollouts, TokenIds
 from rl_plugins.kit.agents import Observation
 from rl_plugins.methods.aepo_rollout import AepoRollout
 from rl_plugins.methods.branch_text_rollout import BranchTextRollout
@@ -198,11 +198,7 @@ def recorded(folder: Path, groups: Sequence[Sequence[Trajectory]]) -> list[dict[
         lengths=[len(row) for row in rows],
         meta={ORIGIN: [row.columns.get(ORIGIN) for row in rows]},
     )
-    ids = replace(
-        make_token_ids(rollouts),
-        completion=tuple(torch.tensor(list(row.tokens)) for row in rows),
-        observed=tuple(torch.zeros(len(row), dtype=torch.bool) for row in rows),
-    )
+    ids = TokenIds.cat(make_token_ids(rollouts).prompt, [torch.tensor(list(row.tokens)) for row in rows])
     return traced(folder, [], rollouts.replace(token_ids=ids))[0]
 
 

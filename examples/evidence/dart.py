@@ -207,11 +207,8 @@ def rollouts_of(episodes: list[Episode], number: int) -> Rollouts:
         turns=make_turns([e.places for e in episodes]),
         batch=number,
     )
-    completion = tuple(torch.tensor(e.actions) for e in episodes)
-    prompt = tuple(torch.tensor([e.task]) for e in episodes)
-    return made.replace(
-        token_ids=TokenIds(prompt, completion, tuple(torch.zeros(len(c), dtype=torch.bool) for c in completion))
-    )
+    prompt = [torch.tensor([e.task]) for e in episodes]
+    return made.replace(token_ids=TokenIds.cat(prompt, [torch.tensor(e.actions) for e in episodes]))
 
 
 def records(r: Any) -> Iterator[dict[str, Any]]:

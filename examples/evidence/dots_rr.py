@@ -196,11 +196,7 @@ def replay(arm: str, rate: float, seed: int) -> np.ndarray:
             payload=payload,
             version=torch.tensor(versions),
             current_version=stack.batch,
-            token_ids=TokenIds(
-                tuple(torch.tensor([p]) for p in prompts),
-                tuple(tokens[:, None]),
-                tuple(torch.zeros(len(answers), 1, dtype=torch.bool)),
-            ),
+            token_ids=TokenIds.cat([torch.tensor([p]) for p in prompts], list(tokens[:, None])),
         )
         flat = make_tokens(
             rollouts, rollout_logprobs=torch.tensor(sampled), version=torch.tensor(versions), old_logprobs=None

@@ -7,7 +7,7 @@ place (`Terms`, `Rows`) tensors lie on the training device. No object is ever ch
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from rl_plugins.core.groups import Groups
+from rl_plugins.core.groups import Groups, places
 from rl_plugins.core.requests import mark_of
 
 if TYPE_CHECKING:
@@ -318,20 +318,82 @@ class TurnTable(Replaceable):
     valid: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Jagged(Sequence[Tensor]):
+    """Rows of different lengths in one tensor, one behind the other. `x[i]` is row i, a view on `values`.
+
+    Args:
+        values: (values of all rows,).
+        offsets: (rows + 1,) int64, where each row begins in `values`, and the number of values.
+    """
+
+    values: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, length: Tensor) -> Jagged:
+        """Values that lie row by row, and the (rows,) lengths."""
+        return cls(values, torch.nn.functional.pad(torch.cumsum(length, 0), (1, 0)))
+
+    @classmethod
+    def cat(cls, rows: Sequence[Tensor]) -> Jagged:
+        """One tensor a row."""
+        length = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        return cls.of(torch.cat(list(rows)) if rows else torch.empty(0, dtype=torch.int64), length)
+
+    @property
+    def length(self) -> Tensor:
+        """(rows,) int64."""
+        return self.offsets.diff()
+
+    def take(self, rows: Tensor) -> Jagged:
+        """Rows of these numbers, in this order, as often as they are named."""
+        length = self.length[rows]
+        first = torch.repeat_interleave(self.offsets[rows], length)
+        return Jagged.of(self.values[first + places(length)], length)
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        return self.offsets.tolist()
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: Any) -> Any:
+        i = range(len(self))[row]
+        return self.values[self._bounds[i] : self._bounds[i + 1]]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.split(self.values, self.length.tolist()))
+
+
+@dataclass(frozen=True, eq=False)
 class TokenIds:
     """Prompt and whole completion of every row, as the engine saw and made them. Text that is tokenized again is
     another rollout.
 
     Args:
-        prompt: of each row, int64.
-        completion: of each row, int64: `Tokens.position` is a place in it.
-        observed: of each row, bool like `completion`: tokens that were only read and are not trained.
+        prompt: int64.
+        completion: int64; `Tokens.position` is a place in a row of it.
+        observed: bool like `completion`, with its offsets: tokens that were only read and are not trained.
     """
 
-    prompt: tuple[Tensor, ...]
-    completion: tuple[Tensor, ...]
-    observed: tuple[Tensor, ...]
+    prompt: Jagged
+    completion: Jagged
+    observed: Jagged
+
+    @classmethod
+    def cat(
+        cls, prompt: Sequence[Tensor], completion: Sequence[Tensor], observed: Sequence[Tensor] | None = None
+    ) -> TokenIds:
+        """One tensor a row; without `observed` none was only read."""
+        made = Jagged.cat([row.long() for row in completion])
+        read = torch.zeros(len(made.values), dtype=torch.bool) if observed is None else Jagged.cat(observed).values
+        return cls(Jagged.cat([row.long() for row in prompt]), made, Jagged(read.bool(), made.offsets))
+
+    def take(self, rows: Tensor) -> TokenIds:
+        """Rows of these numbers, in this order, as often as they are named."""
+        return TokenIds(self.prompt.take(rows), self.completion.take(rows), self.observed.take(rows))
 
 
 @dataclass(frozen=True)
@@ -420,13 +482,13 @@ class Rollouts(Replaceable):
         """The rows where `keep` is True; turns are renumbered."""
         if bool(keep.all()):
             return self
-        places = keep.nonzero()[:, 0]
-        take = places.tolist()
+        rows = keep.nonzero()[:, 0]
+        take = rows.tolist()
 
         def pick(value: Any) -> Any:
             if value is None:
                 return None
-            return value[places] if isinstance(value, Tensor) else [value[i] for i in take]
+            return value[rows] if isinstance(value, Tensor) else [value[i] for i in take]
 
         per_row = (
             "group",
@@ -448,8 +510,7 @@ class Rollouts(Replaceable):
         changes = {name: pick(getattr(self, name)) for name in per_row}
         changes["meta"] = {name: pick(values) for name, values in self.meta.items()}
         if self.token_ids is not None:
-            ids = self.token_ids
-            changes["token_ids"] = TokenIds(*(tuple(pick(x)) for x in (ids.prompt, ids.completion, ids.observed)))
+            changes["token_ids"] = self.token_ids.take(rows)
         if self.turns is not None:
             stay = keep[self.turns.row]
             new_row = torch.cumsum(keep, 0) - 1

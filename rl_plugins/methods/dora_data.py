@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, Rollouts, Run, Shape, Tokens, param
+from rl_plugins.core.rollouts import Jagged
 
 MASKED = {"truncated": ("mask", "mask_unscored")}
 
@@ -132,19 +132,17 @@ class DoraData(Method):
         assert ids is not None  # in `needs`
         loops = torch.zeros_like(rollouts.truncated)
         rows = rollouts.truncated.nonzero()[:, 0]
-        loops[rows] = ends_in_loop([ids.completion[r] for r in rows.tolist()], p.loop_tokens, p.loop_period)
+        loops[rows] = ends_in_loop(ids.completion.take(rows), p.loop_tokens, p.loop_period)
         self.log("loops", loops.double().mean())
         masked = rollouts.truncated & ~loops
         self.log("truncated_masked", masked.double().mean())
         return masked
 
 
-def ends_in_loop(completions: Sequence[Tensor], tokens: int, period: int) -> Tensor:
+def ends_in_loop(completions: Jagged, tokens: int, period: int) -> Tensor:
     """(completions,) bool: whether the last `tokens` tokens repeat with a period of at most `period` tokens. A shorter
     completion does not."""
-    long = torch.tensor([len(c) >= tokens for c in completions], dtype=torch.bool)
-    result = torch.zeros(len(completions), dtype=torch.bool)
-    if bool(long.any()):
-        ends = torch.stack([c[-tokens:] for c in completions if len(c) >= tokens])
-        result[long] = torch.stack([(ends[:, p:] == ends[:, :-p]).all(1) for p in range(1, period + 1)]).any(0)
+    result = completions.length >= tokens
+    ends = completions.values[completions.offsets[1:][result][:, None] - tokens + torch.arange(tokens)]
+    result[result.clone()] = torch.stack([(ends[:, p:] == ends[:, :-p]).all(1) for p in range(1, period + 1)]).any(0)
     return result

@@ -176,8 +176,7 @@ def take_rows(rollouts: Rollouts, rows: Tensor) -> Rollouts:
         changes[f.name] = value[rows] if isinstance(value, Tensor) else value and [value[i] for i in order]
     changes["meta"] = {name: [values[i] for i in order] for name, values in rollouts.meta.items()}
     if (ids := rollouts.token_ids) is not None:
-        taken = [tuple(x[i] for i in order) for x in (ids.prompt, ids.completion, ids.observed)]
-        changes["token_ids"] = TokenIds(*taken)
+        changes["token_ids"] = ids.take(rows)
     return rollouts.replace(**changes, turns=None)
 
 
@@ -187,10 +186,10 @@ def make_token_ids(rollouts: Rollouts, seed: int = 0) -> TokenIds:
     rng = np.random.default_rng(seed)
     read = [int(i % 3 == 2) for i in range(len(rollouts))]
     sizes = [n + r for n, r in zip(rollouts.length.tolist(), read, strict=True)]
-    return TokenIds(
-        prompt=tuple(torch.tensor([10 + p % 80, 10 + p // 80 % 80]) for p in rollouts.prompt_index.tolist()),
-        completion=tuple(torch.from_numpy(rng.integers(10, 90, n)) for n in sizes),
-        observed=tuple(torch.arange(n) >= n - r for n, r in zip(sizes, read, strict=True)),
+    return TokenIds.cat(
+        prompt=[torch.tensor([10 + p % 80, 10 + p // 80 % 80]) for p in rollouts.prompt_index.tolist()],
+        completion=[torch.from_numpy(rng.integers(10, 90, n)) for n in sizes],
+        observed=[torch.arange(n) >= n - r for n, r in zip(sizes, read, strict=True)],
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.groups import places
 from rl_plugins.core.requests import ORIGIN, Turn
-from rl_plugins.core.rollouts import Rollouts, TokenIds, Tokens, weighted_reward
+from rl_plugins.core.rollouts import Jagged, Rollouts, TokenIds, Tokens, weighted_reward
 from rl_plugins.runtime.preflight import no_row_has
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.turn_table import spans
@@ -207,11 +207,11 @@ def read_rollouts(
 
 def _token_ids(rows: Columns) -> TokenIds:
     """Prompt and completion of every row, and which tokens its agent loop only read."""
-    names = ("prompts", "responses", "response_mask")
-    prompts, responses, masks = (rows[name].unbind() for name in names)
-    return TokenIds(
-        tuple(p.long() for p in prompts), tuple(r.long() for r in responses), tuple(~m.bool() for m in masks)
+    prompt, completion, mask = (
+        Jagged(flat(rows[name]).long(), Ragged.of(rows[name]).offsets)
+        for name in ("prompts", "responses", "response_mask")
     )
+    return TokenIds(prompt, completion, Jagged(mask.values == 0, mask.offsets))
 
 
 def _numbers(

@@ -19,7 +19,7 @@ def cut_off(r: Any) -> Any:
     if ids is not None:
         completion = [torch.tensor([*c.tolist(), *ends[i % 4]]) for i, c in enumerate(ids.completion)]
         observed = [torch.cat([o, torch.ones(4, dtype=torch.bool)]) for o in ids.observed]
-        r = r.replace(token_ids=type(ids)(ids.prompt, tuple(completion), tuple(observed)))
+        r = r.replace(token_ids=type(ids).cat(ids.prompt, completion, observed))
     accuracy = torch.tensor([float(draw(i, 3) < 0.5) for i in range(n)], dtype=torch.float64)
     return r.replace(
         truncated=torch.tensor([draw(i, 1) < 0.7 for i in range(n)]),

@@ -17,7 +17,7 @@ from torch import Tensor
 from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.losses import aggregate
 from rl_plugins.core.params import build_params
-from rl_plugins.core.rollouts import Rollouts, Terms, TokenIds
+from rl_plugins.core.rollouts import Jagged, Rollouts, Terms, TokenIds
 from rl_plugins.methods.dora_data import DoraData, ends_in_loop
 from rl_plugins.methods.dora_loss import DoraLoss
 from rl_plugins.runtime.metrics import combine
@@ -253,8 +253,9 @@ def test_mu_version_is_refused_for_older_rows() -> None:
 # ---- data control
 
 
-def loops(*tails: Any, before: int = 3) -> list[Tensor]:
-    return [torch.cat([torch.arange(900, 900 + before), torch.as_tensor(t, dtype=torch.int64)]) for t in tails]
+def loops(*tails: Any, before: int = 3) -> Jagged:
+    head = torch.arange(900, 900 + before)
+    return Jagged.cat([torch.cat([head, torch.as_tensor(t, dtype=torch.int64)]) for t in tails])
 
 
 def test_loops() -> None:
@@ -262,7 +263,7 @@ def test_loops() -> None:
     tails = [period * 4, [*period * 3, 1, 2, 9], [7] * 12, list(range(12)), [5] * 4, (list(range(6)) * 2)]
     assert ends_in_loop(loops(*tails), 12, 4).tolist() == [True, False, True, False, False, False]
     assert ends_in_loop(loops(*tails), 12, 6).tolist() == [True, False, True, False, False, True]
-    assert ends_in_loop(loops([5] * 4), 7, 3).tolist() == [False] and ends_in_loop([], 4, 2).tolist() == []
+    assert ends_in_loop(loops([5] * 4), 7, 3).tolist() == [False] and ends_in_loop(loops(), 4, 2).tolist() == []
 
 
 @settings(max_examples=60, deadline=None)
@@ -277,18 +278,15 @@ def test_loops_equal_a_loop(tail: list[int], tokens: int, period: int) -> None:
     wanted = len(tail) >= tokens and any(
         all(end[i] == end[i - p] for i in range(p, tokens)) for p in range(1, period + 1)
     )
-    assert ends_in_loop([torch.tensor(tail)], tokens, period).tolist() == [wanted]
+    assert ends_in_loop(Jagged.cat([torch.tensor(tail)]), tokens, period).tolist() == [wanted]
 
 
 def rows_of(rewards: Any, group: Any, truncated: Any = (), **changes: Any) -> Rollouts:
     rollouts = make_rollouts(rewards, group, lengths=[8] * len(group), **changes)
     cut = torch.zeros(len(group), dtype=torch.bool)
     cut[list(truncated)] = True
-    none = torch.zeros(8, dtype=torch.bool)
     ids = [torch.arange(8) + 10 * i for i in range(len(group))]
-    return rollouts.replace(
-        truncated=cut, token_ids=TokenIds((torch.tensor([1]),) * len(group), tuple(ids), (none,) * len(group))
-    )
+    return rollouts.replace(truncated=cut, token_ids=TokenIds.cat([torch.tensor([1])] * len(group), ids))
 
 
 def decided(rollouts: Rollouts, **params: Any) -> tuple[Any, dict[str, float]]:
@@ -325,8 +323,9 @@ def test_failed_and_truncated_rows_are_masked_and_stay(how: str) -> None:
     rollouts = rows_of([1, 0, 0, 1, 1], [0] * 5, truncated=[1, 2])
     ids = rollouts.token_ids
     assert ids is not None
-    looped = (*ids.completion[:2], torch.tensor([4, 5] * 4), *ids.completion[3:])
-    rollouts = rollouts.replace(token_ids=TokenIds(ids.prompt, looped, ids.observed))
+    looped = list(ids.completion)
+    looped[2] = torch.tensor([4, 5] * 4)
+    rollouts = rollouts.replace(token_ids=TokenIds.cat(ids.prompt, looped, ids.observed))
     rollouts = rollouts.replace(meta={"broken": [None, False, 0, True, False]})
     short = {} if how == "keep" else {"loop_tokens": 6, "loop_period": 2}
     decision, logged = decided(rollouts, truncated=how, failed_column="broken", **short)

@@ -92,10 +92,10 @@ class Host:
             version=torch.tensor([min(row["versions"]) for _, row in rows]),
             current_version=now,
             batch=now,
-            token_ids=TokenIds(
-                tuple(torch.tensor([3, p.prompt_index]) for p, _ in rows),
-                tuple(torch.tensor(row["tokens"]) for _, row in rows),
-                tuple(torch.tensor(row["observed"]) for _, row in rows),
+            token_ids=TokenIds.cat(
+                [torch.tensor([3, p.prompt_index]) for p, _ in rows],
+                [torch.tensor(row["tokens"]) for _, row in rows],
+                [torch.tensor(row["observed"]) for _, row in rows],
             ),
         )
         places = [(j, row) for _, row in rows for j, o in enumerate(row["observed"]) if not o]

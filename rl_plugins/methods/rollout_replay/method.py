@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins import Groups, Idle, Method, MethodError, MethodParams, param
+from rl_plugins.core.groups import places
 from rl_plugins.core.params import below
 from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Rollouts, Run, Tokens
 from rl_plugins.methods.rollout_replay.buffer import Buffer
@@ -189,15 +190,14 @@ class RolloutReplay(Method):
         assert ids is not None and tokens.rollout_logprobs is not None and tokens.version is not None  # in `needs`
         if not bool(fresh.any()):
             return Buffer.empty(rollouts.rewards.shape[1]), torch.zeros(0, dtype=torch.int64)
-        length = torch.tensor([len(c) for c in ids.completion], dtype=torch.int64)
-        start = torch.cumsum(length, 0) - length
+        length, start = ids.completion.length, ids.completion.offsets[:-1]
         row = torch.repeat_interleave(torch.arange(len(length)), length)
         place = start[tokens.row] + tokens.position
         logprobs = torch.full((len(row),), torch.nan)
         logprobs[place] = torch.where(tokens.forced, torch.nan, tokens.rollout_logprobs.float())
         version = rollouts.version[row]
         version[place] = tokens.version
-        observed = torch.cat(list(ids.observed))
+        observed = ids.observed.values
         unknown = torch.bincount(row, (~observed & ~torch.isfinite(logprobs)).double(), minlength=len(length))
         sampled = torch.bincount(row, (~observed).double(), minlength=len(length))
         whole = (unknown == 0) & (sampled > 0) & (rollouts.prompt_index >= 0) & self._one_row_each(rollouts)
@@ -214,10 +214,8 @@ class RolloutReplay(Method):
         lengths, rollouts_of = length[rows], groups.size[stored]
         first = torch.cumsum(rollouts_of, 0) - rollouts_of  # rollout of each group
         tokens_of = torch.bincount(place, lengths.double(), minlength=groups.count).long()[stored]
-        where = torch.cat(
-            [torch.arange(s, s + n) for s, n in zip(start[rows].tolist(), lengths.tolist(), strict=True)] or [start[:0]]
-        )
-        numbers = torch.stack([torch.cat(list(ids.completion))[where], version[where], observed[where].long()]).int()
+        where = torch.repeat_interleave(start[rows], lengths) + places(lengths)
+        numbers = torch.stack([ids.completion.values[where], version[where], observed[where].long()]).int()
         oldest = groups.min(rollouts.version[fresh].double()).long()
         return Buffer(
             prompt=rollouts.prompt_index[rows[first]],

@@ -136,11 +136,7 @@ def seen(
         newest_version=torch.stack([v.max() for v in versions]),
         current_version=now.current,
         steps_since_published=now.batch - now.current * now.every,
-        token_ids=TokenIds(
-            prompt=tuple(x[:s] for x, s in zip(ids, starts, strict=True)),
-            completion=tuple(completions),
-            observed=tuple(read),
-        )
+        token_ids=TokenIds.cat([x[:s] for x, s in zip(ids, starts, strict=True)], completions, read)
         if "token_ids" in needs
         else None,
         text=decoded("text", False),

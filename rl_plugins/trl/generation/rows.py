@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_plugins.core.groups import places
 from rl_plugins.core.requests import ORIGIN, Kind, Turn
-from rl_plugins.core.rollouts import Completion, PlanRow, Rollouts, TokenIds, Tokens, weighted_reward
+from rl_plugins.core.rollouts import Completion, Jagged, PlanRow, Rollouts, TokenIds, Tokens, weighted_reward
 from rl_plugins.runtime.preflight import no_row_has
 from rl_plugins.runtime.turn_table import spans, token_turns, turn_table
 from rl_plugins.trl.generation.programs import ProgramRow, host_turns
@@ -341,19 +341,16 @@ def rollouts_of(trainer: Trainer, work: Work, prompts: Prompts, rewards: Tensor,
 
 def _token_ids_of(parts: Sequence[LocalRows]) -> TokenIds | None:
     """Token ids of all rows, if somebody reads them."""
-    each = [(p.ids, p.completion_length) for p in parts if p.ids is not None]
+    each = [p.ids for p in parts if p.ids is not None]
     if not each:
         return None
-
-    def split(pieces: Sequence[Tensor], lengths: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return torch.split(torch.cat(list(pieces)), torch.cat(list(lengths)).tolist())
-
-    lengths = [n for _, n in each]
-    read = [torch.zeros(len(i.completion), dtype=torch.bool) if i.observed is None else i.observed for i, _ in each]
+    length = torch.cat([p.completion_length for p in parts])
+    completion = Jagged.of(torch.cat([i.completion for i in each]).long(), length)
+    read = [torch.zeros(len(i.completion), dtype=torch.bool) if i.observed is None else i.observed for i in each]
     return TokenIds(
-        prompt=split([i.prompt.long() for i, _ in each], [i.prompt_length for i, _ in each]),
-        completion=split([i.completion.long() for i, _ in each], lengths),
-        observed=split(read, lengths),
+        prompt=Jagged.of(torch.cat([i.prompt for i in each]).long(), torch.cat([i.prompt_length for i in each])),
+        completion=completion,
+        observed=Jagged(torch.cat(read), completion.offsets),
     )
 
 
