@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from operations import allocated
 
 from rl_plugins.kit import prompt_memory
-from rl_plugins.kit.prompt_memory import Counts, History, bins, settled_bins
+from rl_plugins.kit.prompt_memory import Counts, History, Outcomes, SuccessParams, bins, settled_bins
 from rl_plugins.runtime.state import load_state, save_state, snapshot
 
 
@@ -157,3 +158,18 @@ def test_the_example_of_the_paper() -> None:
         old = settled_bins(old, history.rate(state, rows(0)), 10, 0.03)
         found.append(int(old[0]))
     assert found[9:] == [9, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0]
+
+
+@given(st.lists(st.tuples(st.integers(-1, 4), st.sampled_from([0.0, 0.49, 0.5, 2.0, math.nan])), max_size=12))
+def test_outcomes_are_counted_by_prompt(rollouts: list[tuple[int, float]]) -> None:
+    prompts = torch.tensor([i for i, _ in rollouts], dtype=torch.int64)
+    success = SuccessParams(0.5).successes(torch.tensor([r for _, r in rollouts], dtype=torch.float64))
+    seen = Outcomes.of(prompts, success)
+    counted: dict[int, list[float]] = {}
+    for i, r in rollouts:
+        if i >= 0 and r == r:
+            counted.setdefault(i, []).append(float(r >= 0.5))
+    assert seen.prompts.tolist() == sorted(counted)
+    for k, i in enumerate(seen.prompts.tolist()):
+        right, n = sum(counted[i]), len(counted[i])
+        assert (seen.right[k], seen.wrong[k], seen.trials[k], seen.mixed[k]) == (right, n - right, n, 0 < right < n)

@@ -13,7 +13,8 @@ changed in place. A visit and a lookup cost what the visited rows cost, however 
     history.add(self.state, prompts, solved, batch)
     rate = history.rate(self.state, prompts)
 
-`bins` sorts success rates into bins; `settled_bins` moves a prompt only when its rate is clearly in another one.
+`SuccessParams` say which reward is a success, and `Outcomes` counts the successes of a batch by prompt. `bins` sorts
+success rates into bins; `settled_bins` moves a prompt only when its rate is clearly in another one.
 """
 
 from __future__ import annotations
@@ -25,9 +26,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.params import MethodParams, param
+
 # Rows up to which whole arrays are gone through: half a megabyte of float64, less than a millisecond.
 SMALL = 65_536
 _SMALLEST_SCALE = 1e-6
+
+
+@dataclass(frozen=True)
+class SuccessParams(MethodParams):
+    """Parameters of methods that ask whether a rollout succeeded."""
+
+    success_threshold: float = param(0.5, "lowest reward that counts as a success")
+
+    def successes(self, reward: Tensor) -> Tensor:
+        """Rewards -> float64 of the same shape: 1 for a success, 0 for a failure, NaN without a reward (NaN)."""
+        return torch.where(torch.isnan(reward), torch.nan, (reward >= self.success_threshold).double())
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """Successes of a batch by dataset row.
+
+    Attributes:
+        prompts: (prompts,) int64 different dataset rows, ascending.
+        right, wrong: (prompts,) float64 sums of success and of 1 - success over the prompt's rollouts.
+        mixed: (prompts,) bool, its rollouts differ in success.
+    """
+
+    prompts: Tensor
+    right: Tensor
+    wrong: Tensor
+    mixed: Tensor
+
+    @classmethod
+    def of(cls, prompts: Tensor, success: Tensor) -> Outcomes:
+        """Of rollouts, each once (`rollouts.per_rollout`). Those without a reward (NaN) and of foreign prompts (-1) do
+        not count.
+
+        Args:
+            prompts: (rollouts,) int64 dataset rows. success: (rollouts,) float64 in [0, 1].
+        """
+        counted = ~torch.isnan(success) & (prompts >= 0)
+        of, x = Groups(prompts[counted]), success[counted]
+        return cls(of.ids, of.sum(x), of.sum(1 - x), of.max(x) > of.min(x))
+
+    @property
+    def trials(self) -> Tensor:
+        """(prompts,) float64 rollouts that count."""
+        return self.right + self.wrong
 
 
 @dataclass(frozen=True)

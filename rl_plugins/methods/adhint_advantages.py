@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins import Method, MethodParams, Rollouts, param
+from rl_plugins import Method, Rollouts, param
+from rl_plugins.kit.prompt_memory import SuccessParams
 from rl_plugins.methods.adhint.hints import COLUMN, hinted
 
 
@@ -40,17 +41,16 @@ class AdhintAdvantages(Method):
     needs = frozenset({f"column:{COLUMN}"})
 
     @dataclass(frozen=True)
-    class Params(MethodParams):
+    class Params(SuccessParams):
         c_max: float = param(2.0, "largest factor; 1: plain GRPO", ge=1)
         eps: float = param(1e-6, "constant added to the standard deviation", gt=0)
-        success_threshold: float = param(0.5, "lowest reward that counts as a success")
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
         once = rollouts.per_rollout
         groups, reward = once.groups, once.reward
         centered, std = groups.center_and_std(reward)
         a = (centered / groups.rows(std + self.params.eps)).nan_to_num(nan=0.0)
-        success = torch.where(torch.isnan(reward), torch.nan, (reward >= self.params.success_threshold).double())
+        success = self.params.successes(reward)
         with_hint = hinted(rollouts)[once.last]
         naive_d, hinted_d = (1 - groups.mean(torch.where(kind, success, torch.nan)) for kind in (~with_hint, with_hint))
         bound = self.params.c_max

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, Run, param
 from rl_plugins.core.errors import shown
 from rl_plugins.core.requests import Generate, Program, Prompt, Score, Scored, Trajectory
+from rl_plugins.kit.prompt_memory import SuccessParams
 from rl_plugins.methods.adhint.hints import COLUMN
 from rl_plugins.methods.scope.steps import tokens_before
 
@@ -42,7 +43,7 @@ class AdhintRollouts(Method):
     idle = (Idle({"hinted": 0}, "no rollout had a hint. Look at adhint_rollouts/difficulty and /missing."),)
 
     @dataclass(frozen=True)
-    class Params(MethodParams):
+    class Params(SuccessParams):
         reference_column: str = param("reference", "dataset column of the reference solution, a text or token ids")
         answer_column: str = param("", "dataset column of the answer that no hint may contain; empty: not looked for")
         hinted_share: float = param(0.5, "share of a prompt's rollouts that may have a hint", ge=0, lt=1)
@@ -51,7 +52,6 @@ class AdhintRollouts(Method):
         sigma: float = param(0.05, "standard deviation of the noise on the ratio", ge=0)
         noise_per: Literal["rollout", "prompt"] = param("rollout", "unit that has a draw of the noise of its own")
         hint_loss: bool = param(True, "training of the hint's tokens; false: they are only read")
-        success_threshold: float = param(0.5, "lowest reward that counts as a success")
 
         def check(self) -> None:
             if self.w_min > self.w_max:

@@ -15,6 +15,7 @@ from rl_plugins.core.errors import shown
 from rl_plugins.core.params import GIVEN
 from rl_plugins.core.rollouts import GroupSoFar, weighted_reward
 from rl_plugins.kit.priors import cell
+from rl_plugins.kit.prompt_memory import SuccessParams
 from rl_plugins.kit.services import fill, media_of, with_task
 
 HINTED = "{prompt}\n\nHint: {hint}"
@@ -67,7 +68,7 @@ class BestPerm(Method):
     idle = (Idle({"hinted": 0.0}, "no prompt tried a hint: all succeed, or look at `value_none` and `n_first`."),)
 
     @dataclass(frozen=True)
-    class Params(MethodParams):
+    class Params(SuccessParams):
         hints_column: str = param("", "dataset column with a list of hints per prompt")
         hint_template: str = param(
             HINTED, "the hinted prompt, with {prompt} and {hint}", only_if={"hints_column": GIVEN}
@@ -79,7 +80,6 @@ class BestPerm(Method):
         values: tuple[float, ...] = param((), "w, value of a success with each hint, net of its cost; empty: 1 - k/K")
         value_none: float = param(0.0, "w_none, value of no success")
         estimate: Literal["upper", "posterior"] = param("upper", "acceptance: upper bound, or posterior mean")
-        success_threshold: float = param(0.5, "lowest reward that counts as a success")
         prompt_column: str = param("prompt", "dataset column with the prompt")
 
         def check(self) -> None:
@@ -144,7 +144,7 @@ class BestPerm(Method):
         state, each = self.state, rollouts.per_rollout
         used = self._acceptance(max(len(state["accepted"]), len(self.params.templates)))
         reward = each.rows.mean(weighted_reward(rollouts.rewards, rollouts.reward_weights))
-        success = torch.where(torch.isnan(reward), torch.nan, (reward >= self.params.success_threshold).double())
+        success = self.params.successes(reward)
         tried_by = [-1 if k is None else k for k in rollouts.marks(self.name)]
         hint = torch.tensor(tried_by, dtype=torch.int64)[each.last]
         plain = each.groups.max(torch.where(hint < 0, success, torch.nan))
@@ -189,9 +189,8 @@ class BestPerm(Method):
 
     def _without_success(self, group: GroupSoFar) -> bool:
         """Whether a group has rewards and none of them is a success; not so for replayed ones."""
-        scored = group.rewards[~torch.isnan(group.rewards)]
-        failed = len(scored) > 0 and bool((scored < self.params.success_threshold).all())
-        return failed and group.row.n > 0 and not group.row.given
+        failed = self.params.successes(group.rewards).nanmean() == 0
+        return bool(failed) and group.row.n > 0 and not group.row.given
 
     def _hints(self, row: PlanRow) -> list[str]:
         """The hints of a prompt, or the templates."""

@@ -14,6 +14,7 @@ from rl_plugins.core.estimators import centered_rewards
 from rl_plugins.core.groups import joint
 from rl_plugins.core.params import GIVEN
 from rl_plugins.core.rollouts import Plan, Rollouts, Rows, Update
+from rl_plugins.kit.prompt_memory import SuccessParams
 
 NORMALIZED = {"norm_over": ("trajectory", "token")}
 POWERS = {"sqrt": 0.5, "linear": 1.0, "none": 0.0}
@@ -58,7 +59,7 @@ class BroRL(Method):
     idle = (Idle({"signal": 0.0}, "all rewards within each group are equal: too easy, too hard, or N is too small."),)
 
     @dataclass(frozen=True)
-    class Params(MethodParams):
+    class Params(SuccessParams):
         norm_over: Literal["trajectory", "token", "none"] = param(
             "trajectory", "units that count in mean and deviation"
         )
@@ -145,9 +146,7 @@ class BroRL(Method):
     def _report(self, rollouts: Rollouts, unequal: Tensor) -> None:
         each = rollouts.per_rollout
         scored = each.groups.n(each.reward) > 0
-        success = torch.where(
-            torch.isnan(each.reward), torch.nan, (each.reward >= self.params.success_threshold).double()
-        )
+        success = self.params.successes(each.reward)
         self.log("signal", unequal[scored].double().mean())
         self.log("success", each.groups.mean(success)[scored].mean())
         self.log("group_size", each.groups.size.double().mean())

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_plugins import Groups, Idle, Method, MethodParams, Plan, Rollouts, Run, Tokens, param
+from rl_plugins import Groups, Idle, Method, Plan, Rollouts, Run, Tokens, param
+from rl_plugins.kit.prompt_memory import SuccessParams
 from rl_plugins.methods.dart.history import TaskHistory, is_stored
 
 
@@ -40,9 +41,8 @@ class DartLength(Method):
     idle = (Idle({"limited": 0}, "no task of the batch was solved before."),)
 
     @dataclass(frozen=True)
-    class Params(MethodParams):
+    class Params(SuccessParams):
         slack: int = param(0, "number of turns that are added to those of the longest success", ge=0)
-        success_threshold: float = param(0.5, "lowest reward that counts as a success")
 
     def start(self, run: Run) -> None:
         self.state = TaskHistory.empty(1).state()

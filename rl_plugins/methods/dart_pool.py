@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins import Completion, Groups, Idle, Method, MethodParams, Plan, PlanRow, Rollouts, Run, Tokens, param
+from rl_plugins import Completion, Groups, Idle, Method, Plan, PlanRow, Rollouts, Run, Tokens, param
 from rl_plugins.core.requests import Turn
-from rl_plugins.methods.dart.history import STORED, TaskHistory, is_stored, success_rate, successes
+from rl_plugins.kit.prompt_memory import SuccessParams
+from rl_plugins.methods.dart.history import STORED, TaskHistory, is_stored, scored, success_rate
 
 
 class DartPool(Method):
@@ -50,12 +51,11 @@ class DartPool(Method):
     idle = (Idle({"replaced": 0, "dropped": 0}, "no group failed or succeeded as a whole."),)
 
     @dataclass(frozen=True)
-    class Params(MethodParams):
+    class Params(SuccessParams):
         acc_max: float = param(1.0, "success rate at which a group leaves; above 1: none does", gt=0)
         give_below: float = param(0.5, "highest success rate of a task that is given its stored success", ge=0, le=1)
         pool_tasks: int = param(512, "most tasks with a stored success; the oldest leave", ge=1)
         invalid_below: float | None = param(None, "reward below which a rollout is invalid; none: every reward counts")
-        success_threshold: float = param(0.5, "lowest reward that counts as a success")
 
     def start(self, run: Run) -> None:
         self._size = run.group_size
@@ -103,8 +103,7 @@ class DartPool(Method):
         p, once, stored = self.params, rollouts.per_rollout, is_stored(rollouts)
         groups, given = once.groups, stored[once.last]  # of rollouts
         own = (once.rows.max(rollouts.kept.double()) > 0) & ~given
-        success = torch.where(own, (once.reward >= p.success_threshold).double(), torch.nan)
-        success = torch.where(torch.isnan(once.reward), torch.nan, success)
+        success = torch.where(own, p.successes(once.reward), torch.nan)
         rate = groups.mean(success)  # NaN without a reward
         usable = groups.max((given & self._usable(rollouts)[once.last]).double()) > 0
         failed, solved = rate == 0, rate >= p.acc_max
@@ -161,11 +160,11 @@ class DartPool(Method):
     # ---- afterwards
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
-        outcomes = TaskHistory.of_state(self.state["outcomes"])
-        outcomes = outcomes.add(*successes(rollouts, self.params.success_threshold))
+        p, outcomes = self.params, TaskHistory.of_state(self.state["outcomes"])
+        outcomes = outcomes.add(*scored(rollouts, p))
         new = self._successes(rollouts, tokens)
         pool = [*(entry for entry in self.state["pool"] if entry["task"] not in new), *new.values()]
-        self.state = {"outcomes": outcomes.state(), "pool": pool[-self.params.pool_tasks :]}
+        self.state = {"outcomes": outcomes.state(), "pool": pool[-p.pool_tasks :]}
         self.log("pool", len(self.state["pool"]))
 
     def _successes(self, rollouts: Rollouts, tokens: Tokens) -> dict[int, dict[str, Any]]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Idle, Method, MethodParams, Plan, Rollouts, Run, Tokens, param
-from rl_plugins.methods.dart.history import TaskHistory, success_rate, successes
+from rl_plugins import ConfigError, Groups, Idle, Method, Plan, Rollouts, Run, Tokens, param
+from rl_plugins.kit.prompt_memory import SuccessParams
+from rl_plugins.methods.dart.history import TaskHistory, scored, success_rate
 
 
 class DartRollouts(Method):
@@ -46,10 +47,9 @@ class DartRollouts(Method):
     idle = (Idle({"eased": 0}, "no task has reached `threshold`, or none was visited twice."),)
 
     @dataclass(frozen=True)
-    class Params(MethodParams):
+    class Params(SuccessParams):
         threshold: float = param(0.6, "lowest success rate that gives a task fewer rollouts; above 1: none does", ge=0)
         n_min: int = param(1, "fewest rollouts of a task", ge=1)
-        success_threshold: float = param(0.5, "lowest reward that counts as a success")
 
     def check(self, run: Run) -> None:
         if self.params.n_min > run.group_size:
@@ -78,7 +78,7 @@ class DartRollouts(Method):
         n = self._n(prompts, most)  # as it was planned: nothing was learned since
         self.log("rollouts", n.double().mean())
         self.log("eased", (n < most).double().mean())
-        outcomes = outcomes.add(*successes(rollouts, self.params.success_threshold))
+        outcomes = outcomes.add(*scored(rollouts, self.params))
         planned = planned.add(prompts, n)
         self.state = {"outcomes": outcomes.state(), "planned": planned.state()}
         self.log("success_rate", success_rate(outcomes.outcome, most).mean())

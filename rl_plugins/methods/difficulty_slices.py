@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Idle, Method, MethodParams, param
+from rl_plugins import ConfigError, Idle, Method, MethodParams, param
 from rl_plugins.core.rollouts import PromptPool, Rollouts, Run, Tokens
 from rl_plugins.kit.priors import Column
-from rl_plugins.kit.prompt_memory import Counts
+from rl_plugins.kit.prompt_memory import Counts, Outcomes, SuccessParams
 
 COUNTS = Counts(("right", "trials"))
 OWN, OTHERS = "own", "others"
@@ -62,7 +62,7 @@ class DifficultySlices(Method):
     idle = (Idle({"spread": 0.0}, "the slices are alike: look at `column` and `heads`."),)
 
     @dataclass(frozen=True)
-    class Params(MethodParams):
+    class Params(SuccessParams):
         heads: int = param(8, "n, number of heads and of slices; 1: the host's order", ge=1)
         head: int = param(0, "i, the head that this run trains, counted from 0; slice 0 is the hardest", ge=0)
         column: str = param("", "dataset column with the base policy's successes; empty: the run's own rollouts")
@@ -128,9 +128,8 @@ class DifficultySlices(Method):
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         p, each = self.params, rollouts.per_rollout
         if "trials" in self.state:
-            known = ~torch.isnan(each.reward) & (each.prompt_index >= 0)
-            prompts, right = Groups(each.prompt_index[known]), (each.reward[known] >= p.success_threshold).double()
-            COUNTS.visit(self.state, prompts.ids, p.decay, (prompts.sum(right), prompts.n(right).double()))
+            seen = Outcomes.of(each.prompt_index, p.successes(each.reward))
+            COUNTS.visit(self.state, seen.prompts, p.decay, (seen.right, seen.trials))
 
     # ---- slices
 

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, MethodParams, param
+from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, param
 from rl_plugins.core.rollouts import Plan, PlanRow, PromptPool, Rollouts, Run, Tokens
-from rl_plugins.kit.prompt_memory import Counts
+from rl_plugins.kit.prompt_memory import Counts, Outcomes, SuccessParams
 
 COUNTS = Counts(("right", "trials", "gains"))
 Ids = NDArray[np.int64]
@@ -61,7 +61,7 @@ class Drive(Method):
     idle = (Idle({"success": 0.0}, "no rollout of the set was right. Set `keep_unsolved` to false, or raise `sizes`."),)
 
     @dataclass(frozen=True)
-    class Params(MethodParams):
+    class Params(SuccessParams):
         sizes: tuple[float, ...] = param(
             (1.0, 0.4, 0.3, 0.15), "prompts of a phase: a share up to 1, or a number", gt=0
         )
@@ -71,7 +71,6 @@ class Drive(Method):
         decay: float = param(0.5, "share of a prompt's older outcomes that remains after a visit", ge=0, le=1)
         keep_unsolved: bool = param(True, "permission to keep prompts that were never right (paper)")
         when_short: Literal["repeat", "fewer"] = param("repeat", "treatment of a set smaller than the batch")
-        success_threshold: float = param(0.5, "lowest reward that counts as a success")
 
         def check(self) -> None:
             n = len(self.sizes)
@@ -168,20 +167,17 @@ class Drive(Method):
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         p, each = self.params, rollouts.per_rollout
         own = each.prompt_index >= 0
-        scored = own & ~torch.isnan(each.reward)
-        prompts = Groups(each.prompt_index[scored])
-        right = prompts.sum((each.reward[scored] >= p.success_threshold).double())
-        trials = prompts.size.double()
-        before, tried, _ = COUNTS.of(self.state, prompts.ids)
-        gained = (tried > 0) & (right / trials > before / tried)
-        COUNTS.visit(self.state, prompts.ids, p.decay, (right, trials, gained.double()))
+        seen = Outcomes.of(each.prompt_index, p.successes(each.reward))
+        before, tried, _ = COUNTS.of(self.state, seen.prompts)
+        gained = (tried > 0) & (seen.right / seen.trials > before / tried)
+        COUNTS.visit(self.state, seen.prompts, p.decay, (seen.right, seen.trials, gained.double()))
 
         self.log("phase", max(0, self.state["phase"]))
         self.log("stage", self._stage(max(0, self.state["phase"])))
         self.log("set", self._size if self.state["whole"] else len(self._members()))
-        self.log("success", right.sum() / trials.sum() if len(prompts.ids) else torch.nan)
-        self.log("unscored", 1 - scored.sum() / own.sum().clamp(min=1))
-        inside = torch.isin(prompts.ids, self._members()) if not self.state["whole"] else prompts.ids >= 0
+        self.log("success", seen.right.sum() / seen.trials.sum())
+        self.log("unscored", 1 - seen.trials.sum() / own.sum().clamp(min=1))
+        inside = torch.isin(seen.prompts, self._members()) if not self.state["whole"] else seen.prompts >= 0
         self.log("outside", (~inside).double().mean() if len(inside) else 0.0)
 
     # ---- phases

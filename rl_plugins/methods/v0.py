@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, MethodParams, Plan, Rollouts, Run, Tokens, param
 from rl_plugins.kit.priors import PriorParams, make_prior
+from rl_plugins.kit.prompt_memory import SuccessParams
 
 Array = NDArray[np.float64]
 Split = Literal["greedy", "exact", "uniform"]
@@ -62,12 +63,11 @@ class V0(Method):
     decides_rollouts = True
 
     @dataclass(frozen=True)
-    class Params(PriorParams):
+    class Params(PriorParams, SuccessParams):
         prior: Prior = param("nearest", "source of p: one of these, or a function values(prompts, context)")
         allocation: Split = param("greedy", "best single rollout (paper), a dynamic program, or the host's")
         min_rollouts: int = param(2, "smallest number of rollouts of a prompt", ge=2, only_if=_SPLIT)
         max_rollouts: int = param(128, "largest number of rollouts of a prompt", ge=2, only_if=_SPLIT)
-        success_threshold: float = param(0.5, "lowest reward that counts as a success")
 
         def check(self) -> None:
             super().check()
@@ -124,7 +124,7 @@ class V0(Method):
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         each = rollouts.per_rollout
         known = ~torch.isnan(each.reward)
-        prompt, success = each.prompt_index[known], (each.reward[known] >= self.params.success_threshold).double()
+        prompt, success = each.prompt_index[known], self.params.successes(each.reward[known])
         self._report(prompt, success, Groups(each.group[known]))
         self.state = self.prior.observe(self.state, prompt, success, self.rng("context"))
 

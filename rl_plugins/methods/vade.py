@@ -8,10 +8,11 @@ from functools import partial
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Method, MethodParams, param
+from rl_plugins import ConfigError, Method, param
 from rl_plugins.core.rollouts import PromptPool, Rollouts, Run, Tokens
-from rl_plugins.kit.prompt_memory import SMALL, Counts
+from rl_plugins.kit.prompt_memory import SMALL, Counts, Outcomes, SuccessParams
 from rl_plugins.kit.thompson import SCORES, best_draws
 
 COUNTS = Counts(("alpha", "beta"))
@@ -48,12 +49,14 @@ class Vade(Method):
     needs = frozenset({"prompt_index"})
 
     @dataclass(frozen=True)
-    class Params(MethodParams):
+    class Params(SuccessParams):
         selected_decay: float = param(0.2, "share of a prompt's older counts that remains after a visit", ge=0, le=1)
         unselected_decay: float = param(0.999, "share of other prompts' counts that remains after a batch", gt=0, le=1)
         score: Literal["p(1-p)^2", "p(1-p)"] = param("p(1-p)^2", "value that ranks the draws")
         success: Literal["threshold", "clipped_sum"] = param("threshold", "rule that turns a reward into a success")
-        success_threshold: float = param(0.5, "lowest reward that is a success", only_if={"success": "threshold"})
+        success_threshold: float = param(
+            0.5, "lowest reward that counts as a success", only_if={"success": "threshold"}
+        )
 
         def check(self) -> None:
             if self.unselected_decay < self.selected_decay:
@@ -62,6 +65,9 @@ class Vade(Method):
                     f"{self.selected_decay:g}; it must be at least that, for prompts that were not visited keep more "
                     f"of their counts. Raise `unselected_decay` or lower `selected_decay`."
                 )
+
+        def successes(self, reward: Tensor) -> Tensor:
+            return super().successes(reward) if self.success == "threshold" else reward.clamp(0, 1)
 
     def start(self, run: Run) -> None:
         assert run.dataset_size is not None  # `needs` has the prompt_index, which a stream lacks
@@ -82,18 +88,13 @@ class Vade(Method):
         return chosen
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
-        p, state = self.params, self.state
-        counted = ~torch.isnan(rollouts.reward) & (rollouts.prompt_index >= 0)
-        prompts = Groups(rollouts.prompt_index[counted])
-        batch = prompts.ids
-        reward, share = rollouts.reward[counted], rollouts.per_rollout.row_weight(rollouts.reward)[counted]
-        success = (reward >= p.success_threshold).double() if p.success == "threshold" else reward.clamp(0, 1)
-        outcomes = prompts.sum(share * success), prompts.sum(share * (1 - success))
-        COUNTS.visit(state, batch, p.selected_decay, outcomes, p.unselected_decay)
+        p, state, each = self.params, self.state, rollouts.per_rollout
+        seen = Outcomes.of(each.prompt_index, each.rows.mean(p.successes(rollouts.reward)))
+        COUNTS.visit(state, seen.prompts, p.selected_decay, (seen.right, seen.wrong), p.unselected_decay)
 
         alpha, beta = COUNTS.of(state, slice(None, None, -(-len(state["alpha"]) // SMALL)))
-        mixed, evidence = prompts.max(success) > prompts.min(success), alpha + beta
-        self.log("informative", mixed.double().mean())
+        evidence = alpha + beta
+        self.log("informative", seen.mixed.double().mean())
         self.log("posterior_mean", ((alpha + 1) / (evidence + 2)).mean())
         self.log("seen", (evidence > 0).double().mean())
         self.log("evidence", evidence[evidence > 0].mean())

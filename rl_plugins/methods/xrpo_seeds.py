@@ -12,6 +12,7 @@ import torch
 from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, Plan, PlanRow, Rollouts, Run, Tokens, param
 from rl_plugins.core.rollouts import GroupSoFar
 from rl_plugins.kit.priors import cell
+from rl_plugins.kit.prompt_memory import SuccessParams
 from rl_plugins.kit.services import fill, media_of, prompt_text, with_task
 from rl_plugins.methods.xrpo.similarity import tfidf_cosine, words
 
@@ -67,13 +68,12 @@ class XrpoSeeds(Method):
     )
 
     @dataclass(frozen=True)
-    class Params(MethodParams):
+    class Params(SuccessParams):
         examples: int = param(2, "K, number of solved prompts in the context", ge=1)
         second_round: bool = param(True, "a second round with half of the rollouts")
         corpus_size: int = param(1024, "number of prompts whose answers are kept", ge=1)
         max_characters: int = param(2000, "most characters of an answer; a longer one is cut", ge=1)
         embed: Callable[..., Any] | None = param(None, "function embed(texts): a row of numbers per text; none: TF-IDF")
-        success_threshold: float = param(0.5, "lowest reward that counts as a success")
         prompt_column: str = param("prompt", "dataset column with the prompt")
         template: str | None = param(None, "prompt with {examples} and {problem}; none: our English text")
 
@@ -143,8 +143,7 @@ class XrpoSeeds(Method):
 
     def _seeded(self, row: PlanRow, group: GroupSoFar) -> PlanRow:
         """The row with examples in its prompt; the row itself where there is nothing to do."""
-        known = group.rewards[~group.rewards.isnan()]
-        failed = len(known) > 0 and not bool((known >= self.params.success_threshold).any())
+        failed = self.params.successes(group.rewards).nanmean() == 0
         if not failed or row.given or row.prompt_index < 0:
             return row
         examples = self._examples(row.prompt_index)
@@ -210,7 +209,7 @@ class XrpoSeeds(Method):
         p, answers = self.params, self.state["answers"]
         assert rollouts.text is not None  # in `needs`
         each = rollouts.per_rollout
-        right = each.rows.rows(each.reward >= p.success_threshold) & (rollouts.prompt_index >= 0)
+        right = each.rows.rows(p.successes(each.reward) == 1) & (rollouts.prompt_index >= 0)
         new: dict[str, str] = {}
         for of_rollouts in each.members(rollouts, right).values():
             for rows in of_rollouts:
@@ -230,7 +229,7 @@ class XrpoSeeds(Method):
             seeded |= (each.group == group) & (each.rollout >= start) & (each.rollout < start + size)
         self.log("seeded", int(seeded.sum()), "sum")
         scored = ~torch.isnan(each.reward)
-        success = each.reward >= self.params.success_threshold
+        success = self.params.successes(each.reward) == 1
         if bool((seeded & scored).any()):
             self.log("right", success[seeded & scored].double().mean())
         with_examples = each.groups.max((success & seeded).double()) > 0

@@ -18,7 +18,8 @@ from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.groups import Groups
 from rl_plugins.core.losses import aggregate, ppo_clip
 from rl_plugins.core.rollouts import Rollouts, TokenIds, Tokens
-from rl_plugins.methods.dart.history import STORED, TaskHistory, success_rate, successes
+from rl_plugins.kit.prompt_memory import SuccessParams
+from rl_plugins.methods.dart.history import STORED, TaskHistory, scored, success_rate
 from rl_plugins.methods.dart_entropy import lower_quantile
 from rl_plugins.methods.dart_rollouts import rollouts_for
 from rl_plugins.runtime.metrics import combine
@@ -254,10 +255,9 @@ def test_a_lower_limit_of_another_method_stays_and_rows_of_a_rollout_are_one() -
 
 
 def ids_of(rollouts: Rollouts, completions: list[list[int]]) -> TokenIds:
-    return TokenIds(
-        prompt=tuple(torch.tensor([3, 10 + p]) for p in rollouts.prompt_index.tolist()),
-        completion=tuple(torch.tensor(c) for c in completions),
-        observed=tuple(torch.zeros(len(c), dtype=torch.bool) for c in completions),
+    return TokenIds.cat(
+        prompt=[torch.tensor([3, 10 + p]) for p in rollouts.prompt_index.tolist()],
+        completion=[torch.tensor(c) for c in completions],
     )
 
 
@@ -360,7 +360,7 @@ def test_a_success_is_stored_and_given_and_replaces_the_oldest_failure() -> None
 
 def test_a_stored_success_is_no_outcome() -> None:
     rollouts = batch_of([[0.0, 0.0]], {0: ([3, 10], [7, 8, 9])})
-    tasks, outcomes = successes(rollouts, 0.5)
+    tasks, outcomes = scored(rollouts, SuccessParams())
     assert tasks.tolist() == [0, 0] and outcomes.tolist() == [0.0, 0.0]
 
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Run, param
+from rl_plugins import ConfigError, Method, Rollouts, Run, param
 from rl_plugins.core.params import Is
-from rl_plugins.kit.prompt_memory import History, settled_bins
+from rl_plugins.kit.prompt_memory import History, Outcomes, SuccessParams, settled_bins
 
 
 @dataclass(frozen=True)
-class BinParams(MethodParams):
+class BinParams(SuccessParams):
     """Parameters of the bins."""
 
     edges: tuple[float, ...] = param(
@@ -35,7 +35,6 @@ class BinParams(MethodParams):
     exclude_extremes: bool = param(False, "separate bin for prompts with a rate of exactly 0 or 1")
     history: int = param(50, "H, number of last batches of a prompt that count; 0: all", ge=0)
     hysteresis: float = param(0.03, "distance by which the rate must pass an edge before the bin changes", ge=0, lt=1)
-    success_threshold: float = param(0.5, "lowest reward that counts as right")
 
     @property
     def cuts(self) -> Sequence[float] | int:
@@ -78,10 +77,9 @@ class Binned(Method):
     def remember(self, rollouts: Rollouts) -> None:
         """Adds the outcomes of a batch: of every prompt whether any of its scored rollouts was right."""
         p, each = self.params, rollouts.per_rollout
-        scored = ~torch.isnan(each.reward) & (each.prompt_index >= 0)
-        prompts = Groups(each.prompt_index[scored])
-        right = prompts.max((each.reward[scored] >= p.success_threshold).double()) > 0
-        remember(self._history, self.state["history"], self.state["bin"], prompts.ids, right, rollouts.batch, p)
+        seen = Outcomes.of(each.prompt_index, p.successes(each.reward))
+        state = self.state
+        remember(self._history, state["history"], state["bin"], seen.prompts, seen.right > 0, rollouts.batch, p)
 
     def bin_name(self, number: int) -> str:
         """ "bin_0" is the hardest; "extremes"."""

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_plugins import ConfigError, MethodParams, param
+from rl_plugins import ConfigError, param
 from rl_plugins.core.params import GIVEN, above, below, has_effect
+from rl_plugins.kit.prompt_memory import SuccessParams
 from rl_plugins.methods.arrol.survivors import Rule
 
 # where parameters have an effect
@@ -19,7 +20,7 @@ _LOGPROBS = {"features": None}
 
 
 @dataclass(frozen=True)
-class ArrolParams(MethodParams):
+class ArrolParams(SuccessParams):
     """Parameters of `arrol`; those that end with (ours) are not the paper's."""
 
     detect_tokens: int = param(512, "L, number of tokens after which rollouts may be stopped", ge=1)
@@ -34,7 +35,6 @@ class ArrolParams(MethodParams):
     independent: bool = param(True, "independent draws; false: exactly the expected number (ours)", only_if=_DRAWN)
     cold_start: int = param(20, "number of first batches without stopping", ge=0, only_if=_STOPS)
     min_keep: int = param(2, "least rollouts of a prompt that are continued (ours)", ge=1, only_if=_STOPS)
-    success_threshold: float = param(0.5, "lowest reward that counts as right (ours)")
     top: int = param(
         0, "number of most likely tokens whose log-probs are features, too (ours)", ge=0, le=20, only_if=_LOGPROBS
     )

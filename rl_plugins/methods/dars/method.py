@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from rl_plugins import ConfigError, Idle, Method, MethodParams, Plan, PlanRow, Rollouts, Run, param
 from rl_plugins.core.rollouts import GroupSoFar, PerRollout, weighted_reward
+from rl_plugins.kit.prompt_memory import SuccessParams
 from rl_plugins.methods.dars.schedule import Schedule, helping, served
 
 
@@ -52,13 +52,12 @@ class Dars(Method):
     idle = (Idle({"asked": 0}, "no prompt asked for more: all are right half of the time, or `n_max` is `n_first`."),)
 
     @dataclass(frozen=True)
-    class Params(MethodParams):
+    class Params(SuccessParams):
         n_first: int = param(8, "N, number of first rollouts of every prompt", ge=1)
         n_max: int | None = param(None, "most rollouts of a prompt; none: 32 with et, 64 with hw (paper)", ge=1)
         schedule: Schedule = param("et", "target of the second round: equal totals, or larger ones for hard prompts")
         use_std: bool = param(False, "division of advantages by the group's deviation, with the matching schedule")
         upper: float = param(1.0, "lowest share of successes at which a group leaves", gt=0, le=1)
-        success_threshold: float = param(0.5, "lowest reward that counts as a success")
 
         @property
         def most(self) -> int:
@@ -112,7 +111,7 @@ class Dars(Method):
     def select(self, rollouts: Rollouts) -> Tensor:
         """Groups of one outcome leave."""
         p, each = self.params, _as_planned(rollouts)
-        success = torch.where(torch.isnan(each.reward), torch.nan, (each.reward >= p.success_threshold).double())
+        success = p.successes(each.reward)
         rate = each.groups.mean(success)
         first = torch.where(each.rollout < p.n_first, success, torch.nan)
         stays = (rate > 0) & (rate < p.upper)
@@ -126,8 +125,7 @@ class Dars(Method):
 
     def _rate(self, group: GroupSoFar) -> float:
         """u; NaN without a reward."""
-        known = group.rewards[~torch.isnan(group.rewards)]
-        return float((known >= self.params.success_threshold).double().mean()) if len(known) else math.nan
+        return float(self.params.successes(group.rewards).nanmean())
 
     def _helping(self, group: GroupSoFar) -> int:
         p = self.params

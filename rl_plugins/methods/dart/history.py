@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins import Groups, Rollouts
+from rl_plugins.kit.prompt_memory import SuccessParams
 
 STORED = "dart_pool"  # in the payload of a plan row: its first rollout is a stored success
 
@@ -91,10 +92,10 @@ def success_rate(outcome: Tensor, latest: Tensor | int) -> Tensor:
     return torch.where(counted, outcome, torch.nan).nanmean(1)
 
 
-def successes(rollouts: Rollouts, threshold: float) -> tuple[Tensor, Tensor]:
+def scored(rollouts: Rollouts, p: SuccessParams) -> tuple[Tensor, Tensor]:
     """(rollouts,) dataset rows and outcomes (1.0 or 0.0) of the rollouts of this batch that have a reward, each once.
     Foreign prompts and stored rollouts are left out."""
     once = rollouts.per_rollout
     stored = is_stored(rollouts)[once.last]
     counted = ~torch.isnan(once.reward) & (once.prompt_index >= 0) & ~stored
-    return once.prompt_index[counted], (once.reward[counted] >= threshold).double()
+    return once.prompt_index[counted], p.successes(once.reward[counted])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins import ConfigError, Idle, Method, MethodParams, Rollouts, Run, param
+from rl_plugins.kit.prompt_memory import SuccessParams
 from rl_plugins.kit.services import Failure, NotAsked, Service, failures, prompt_text
 from rl_plugins.methods.fapo.judge import FlawParams, is_flaw
 
@@ -51,8 +52,7 @@ class Fapo(Method):
     )
 
     @dataclass(frozen=True)
-    class Params(FlawParams):
-        success_threshold: float = param(0.5, "lowest reward that counts as right")
+    class Params(FlawParams, SuccessParams):
         reward_low: float = param(0.0, "reward of a wrong rollout (paper: -1)")
         reward_high: float = param(1.0, "reward of a right rollout (paper: 1)")
         prompt_column: str = param("prompt", "dataset column with the prompt")
@@ -84,7 +84,7 @@ class Fapo(Method):
         """R of every row."""
         p, once = self.params, rollouts.per_rollout
         half = (p.reward_high - p.reward_low) / 2
-        right = once.reward >= p.success_threshold  # not for NaN
+        right = p.successes(once.reward) == 1
         scored = ~torch.isnan(once.reward)
         if bool(scored.any()):
             self.log("right", right[scored].double().mean(), weight=int(scored.sum()))

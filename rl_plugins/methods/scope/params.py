@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_plugins import ConfigError, MethodParams, param
+from rl_plugins import ConfigError, param
 from rl_plugins.core.params import GIVEN
+from rl_plugins.kit.prompt_memory import SuccessParams
 
 HINT = "A correct solution, which must not be mentioned in the answer:\n{solution}"
 _OWN, _OTHER = {"corrector": None}, {"corrector": GIVEN}
@@ -15,7 +16,7 @@ Function = Callable[..., Any] | None
 
 
 @dataclass(frozen=True)
-class ScopeParams(MethodParams):
+class ScopeParams(SuccessParams):
     prm: Function = param(None, "function prm(messages, steps, columns): a score per reasoning step; required")
     corrector: Function = param(
         None, "function corrector(messages, prefix, columns): the rest as text; none: the policy"
@@ -29,7 +30,6 @@ class ScopeParams(MethodParams):
     rank: Literal["prefix", "score"] = param("prefix", "order of correction: by longest right part, or by mean score")
     corrections: int = param(1, "most rollouts of a group that are corrected", ge=1)
     min_correct: int = param(1, "number of right rollouts at which a group is unchanged", ge=1)
-    success_threshold: float = param(0.5, "lowest reward that counts as right")
     separator: str = param("\n\n", "text between two reasoning steps")
     min_step: int = param(5, "smallest number of tokens of a reasoning step; a shorter one is joined to the next", ge=0)
     off_policy: Literal["shaped", "sft", "plain"] = param("shaped", "loss of the corrector's tokens")
