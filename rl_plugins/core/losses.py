@@ -6,10 +6,14 @@ The arithmetic is that of the hosts: float32 where the model's log-probs are, no
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from rl_plugins.core.method import Method
+    from rl_plugins.core.rollouts import Terms
 
 # Names of the ways to aggregate (verl's, they say what happens) and the loss types of TRL that use them.
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
@@ -23,6 +27,48 @@ TRL_AGGREGATION: dict[str, Aggregation] = {
     "dr_grpo": "seq-mean-token-sum-norm",
 }
 LOG_RATIO_LIMIT = 20.0  # both hosts clamp the log-ratio there before exp
+
+
+class Live:
+    """The trained tokens of a micro-batch, in float32 or better. All others are 0 in every factor, because 0 * inf of a
+    masked token would be NaN in the loss or in the gradient.
+
+        live = Live(terms)
+        lp, old, advantages = live.all("logprobs", "old_logprobs", "advantages")
+
+    Attributes:
+        valid: (rows, time) bool, the trained tokens.
+        dtype: of the factors.
+    """
+
+    def __init__(self, terms: Terms) -> None:
+        self.terms, self.valid = terms, terms.mask > 0
+        self.dtype = torch.promote_types(terms.logprobs.dtype, torch.float32)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """(rows, time) values of the trained tokens, 0 elsewhere."""
+        return torch.where(self.valid, values.to(self.dtype), 0.0)
+
+    def all(self, *names: str) -> tuple[Tensor, ...]:
+        """These fields of the terms; every one of them is in the `needs` of the method."""
+        return tuple(self(getattr(self.terms, name)) for name in names)
+
+    def log_means(self, method: Method, **values: Tensor) -> None:
+        """Logs means over the trained tokens, which micro-batches of any size combine to that of all tokens."""
+        tokens = self.valid.sum()
+        for name, value in values.items():
+            of_token = value.detach().to(torch.promote_types(value.dtype, self.dtype))
+            method.log(name, torch.where(self.valid, of_token, 0.0).sum() / tokens, weight=tokens)
+
+    def log_extreme(self, method: Method, name: str, value: Tensor, reduce: Literal["min", "max"]) -> None:
+        """Logs the smallest or largest value of a trained token."""
+        found = torch.where(self.valid, value.detach(), torch.inf if reduce == "min" else -torch.inf)
+        method.log(name, getattr(found, reduce)(), reduce=reduce, weight=self.valid.sum())
+
+
+def finite(log_ratio: Tensor) -> Tensor:
+    """`log_ratio`, or 0 without gradient where it is not finite."""
+    return torch.where(torch.isfinite(log_ratio), log_ratio, 0.0)
 
 
 def ppo_clip(

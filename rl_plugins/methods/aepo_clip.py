@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins import Method, MethodParams, Terms, param
-from rl_plugins.core.losses import LOG_RATIO_LIMIT
+from rl_plugins.core.losses import LOG_RATIO_LIMIT, Live
 
 
 class AepoClip(Method):
@@ -46,24 +46,18 @@ class AepoClip(Method):
         dual_clip: float = param(3.0, "c of the dual clip, which bounds the loss of a token with A < 0 by -c A", gt=1)
 
     def policy_loss(self, terms: Terms) -> Tensor:
-        p, valid = self.params, terms.mask > 0
-        # selected on every factor: 0 * inf of a masked token would be NaN in the loss or in the gradient
-        lp, old, adv = (torch.where(valid, x, 0.0) for x in (terms.logprobs, terms.old_logprobs, terms.advantages))
+        p, live = self.params, Live(terms)
+        lp, old, adv = live.all("logprobs", "old_logprobs", "advantages")
         log_ratio = (lp - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         ratio = torch.exp(log_ratio)
         upper = (1 + p.clip_high) * torch.exp(log_ratio - log_ratio.detach())
         plain = -adv * ratio
         clipped = -adv * torch.minimum(ratio, upper).clamp(min=1 - p.clip_low)
         loss = torch.maximum(plain, clipped)
-        self._log(plain.detach(), clipped.detach(), ratio.detach(), adv, valid)
+        live.log_means(
+            self,
+            clipfrac=clipped > plain,
+            clipfrac_lower=(adv < 0) & (loss > -p.dual_clip * adv),
+            preserved=(adv > 0) & (ratio > 1 + p.clip_high),
+        )
         return torch.where(adv < 0, torch.minimum(loss, -p.dual_clip * adv), loss)
-
-    def _log(self, plain: Tensor, clipped: Tensor, ratio: Tensor, adv: Tensor, valid: Tensor) -> None:
-        p, tokens = self.params, valid.sum()  # as weight, so that micro-batches combine to the mean over all tokens
-        shares = {
-            "clipfrac": clipped > plain,
-            "clipfrac_lower": (adv < 0) & (torch.maximum(plain, clipped) > -p.dual_clip * adv),
-            "preserved": (adv > 0) & (ratio > 1 + p.clip_high),
-        }
-        for name, where in shares.items():
-            self.log(name, (where & valid).to(ratio).sum() / tokens, weight=tokens)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins import ConfigError, Method, MethodParams, Terms, param, ppo_clip
-from rl_plugins.core.losses import LOG_RATIO_LIMIT
+from rl_plugins.core.losses import LOG_RATIO_LIMIT, Live, finite
 
 Metric = Literal["ratio", "k1", "k2", "k3", "k3_code"]
 Level = Literal["token", "sequence"]
@@ -106,23 +106,22 @@ class DecoupledPpo(Method):
         self.proximal_old_logprobs = proximal == "recompute"
 
     def policy_loss(self, terms: Terms) -> Tensor:
-        p, valid = self.params, terms.mask > 0
-        assert terms.rollout_logprobs is not None  # in `needs`
-        dtype = torch.promote_types(terms.logprobs.dtype, torch.float32)
-        # selected on every factor: 0 * inf of a masked token would be NaN in the loss or in the gradient
-        lp, old, behavior, adv = (
-            torch.where(valid, x.to(dtype), 0.0)
-            for x in (terms.logprobs, terms.old_logprobs, terms.rollout_logprobs, terms.advantages)
-        )
-        if p.proximal == "recompute":
-            proximal = old
-        else:
+        p, live = self.params, Live(terms)
+        lp, proximal, behavior, adv = live.all("logprobs", "old_logprobs", "rollout_logprobs", "advantages")
+        if p.proximal != "recompute":
             proximal = approximated(p.proximal, lp.detach(), behavior, terms.versions, terms.current_version)
-        change = _finite(lp - proximal)
-        log_ratio = _finite(proximal - behavior)
-        omega, outside = self._weight(log_ratio, valid)
+        change, log_ratio = finite(lp - proximal), finite(proximal - behavior)
+        omega, outside = self._weight(log_ratio, live.valid)
         loss = ppo_clip(change, torch.zeros_like(change), adv, p.clip_low, p.clip_high, p.dual_clip)
-        self._log(change.detach(), adv, omega, outside, behavior - proximal, valid)
+        ratio = torch.exp(change.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+        plain, clipped = -adv * ratio, -adv * ratio.clamp(1 - p.clip_low, 1 + p.clip_high)
+        live.log_means(
+            self, weight_mean=omega, filtered=outside, clipfrac=(clipped > plain) & (omega > 0), behavior_kl=-log_ratio
+        )
+        if p.dual_clip is not None:
+            bounded = (adv < 0) & (torch.maximum(plain, clipped) > -p.dual_clip * adv)
+            live.log_means(self, clipfrac_dual=(omega > 0) & bounded)
+        live.log_extreme(self, "weight_max", omega, "max")
         return omega.detach() * loss
 
     def _weight(self, log_ratio: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,24 +139,6 @@ class DecoupledPpo(Method):
         if p.action == "mask":
             return torch.where(outside, 0.0, omega), outside
         return torch.where(outside, omega.clamp(max(lower, 0.0), p.upper), omega), outside
-
-    def _log(
-        self, change: Tensor, adv: Tensor, omega: Tensor, outside: Tensor, behavior_kl: Tensor, valid: Tensor
-    ) -> None:
-        p, tokens = self.params, valid.sum()  # as weight, so that micro-batches combine to the mean over all tokens
-        ratio = torch.exp(change.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-        plain, clipped = -adv * ratio, -adv * ratio.clamp(1 - p.clip_low, 1 + p.clip_high)
-        values = {
-            "weight_mean": omega,
-            "filtered": outside,
-            "clipfrac": (clipped > plain) & (omega > 0),
-            "behavior_kl": _finite(behavior_kl),
-        }
-        if p.dual_clip is not None:
-            values["clipfrac_dual"] = (omega > 0) & (adv < 0) & (torch.maximum(plain, clipped) > -p.dual_clip * adv)
-        for name, value in values.items():
-            self.log(name, torch.where(valid, value.to(ratio), 0.0).sum() / tokens, weight=tokens)
-        self.log("weight_max", torch.where(valid, omega, -torch.inf).max(), reduce="max", weight=tokens)
 
 
 def measured(log_ratio: Tensor, metric: Metric) -> Tensor:
@@ -201,7 +182,3 @@ def _of_rows(x: Tensor, valid: Tensor, aggregation: str) -> Tensor:
         return torch.where(valid.any(1, keepdim=True), largest, 0.0)
     total = torch.where(valid, x, 0.0).sum(1, keepdim=True)
     return total / valid.sum(1, keepdim=True).clamp(min=1) if aggregation == "mean" else total
-
-
-def _finite(log_ratio: Tensor) -> Tensor:
-    return torch.where(torch.isfinite(log_ratio), log_ratio, 0.0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins import Method, MethodError, MethodParams, Rollouts, Run, Shape, Terms, Tokens, param, ppo_clip
-from rl_plugins.core.losses import LOG_RATIO_LIMIT
+from rl_plugins.core.losses import LOG_RATIO_LIMIT, Live, finite
 from rl_plugins.core.method import SameAs
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -100,36 +100,21 @@ class DoraLoss(Method):
             )
 
     def policy_loss(self, terms: Terms) -> Tensor:
-        p, valid = self.params, terms.mask > 0
-        assert terms.rollout_logprobs is not None  # in `needs`
-        dtype = torch.promote_types(terms.logprobs.dtype, torch.float32)
-        # selected on every factor: 0 * inf of a masked token would be NaN in the loss or in the gradient
-        lp, mu, engine, adv = (
-            torch.where(valid, x.to(dtype), 0.0)
-            for x in (terms.logprobs, terms.old_logprobs, terms.rollout_logprobs, terms.advantages)
-        )
-        change, log_weight = _finite(lp - mu), _finite(mu - engine)
+        p, live = self.params, Live(terms)
+        lp, mu, engine, adv = live.all("logprobs", "old_logprobs", "rollout_logprobs", "advantages")
+        change, log_weight = finite(lp - mu), finite(mu - engine)
         uncapped = torch.exp(log_weight.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).detach()
         weight = uncapped.clamp(max=p.weight_cap)
         bound = None if math.isinf(p.neg_high) else p.neg_high
         loss = ppo_clip(change, torch.zeros_like(change), adv, p.neg_low, p.pos_high, bound)
-        self._log(change.detach(), adv, uncapped, weight, valid)
-        return terms.columns["dora_share"].to(dtype) * weight * loss
-
-    def _log(self, change: Tensor, adv: Tensor, uncapped: Tensor, weight: Tensor, valid: Tensor) -> None:
-        p, tokens = self.params, valid.sum()  # as weight, so that micro-batches combine to the mean over all tokens
-        ratio = torch.exp(change.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+        ratio = torch.exp(change.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
         plain, clipped = ratio * adv, ratio.clamp(1 - p.neg_low, 1 + p.pos_high) * adv
-        values = {
-            "weight_mean": weight,
-            "weight_capped": uncapped > p.weight_cap,
-            "clipfrac": clipped < plain,
-            "clipfrac_negative": (adv < 0) & (torch.minimum(plain, clipped) < p.neg_high * adv),
-        }
-        for name, value in values.items():
-            self.log(name, torch.where(valid, value.to(ratio), 0.0).sum() / tokens, weight=tokens)
-        self.log("weight_max", torch.where(valid, weight, -torch.inf).max(), reduce="max", weight=tokens)
-
-
-def _finite(log_ratio: Tensor) -> Tensor:
-    return torch.where(torch.isfinite(log_ratio), log_ratio, 0.0)
+        live.log_means(
+            self,
+            weight_mean=weight,
+            weight_capped=uncapped > p.weight_cap,
+            clipfrac=clipped < plain,
+            clipfrac_negative=(adv < 0) & (torch.minimum(plain, clipped) < p.neg_high * adv),
+        )
+        live.log_extreme(self, "weight_max", weight, "max")
+        return terms.columns["dora_share"].to(live.dtype) * weight * loss

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Shape, Terms, Tokens, param, ppo_clip
-from rl_plugins.core.losses import LOG_RATIO_LIMIT
+from rl_plugins.core.losses import LOG_RATIO_LIMIT, Live
 from rl_plugins.core.params import above
 from rl_plugins.methods.echo.confidence import confidence
 
@@ -70,17 +70,11 @@ class EchoClip(Method):
         return Shape(row_columns={"echo_clip_range": clip_range})
 
     def policy_loss(self, terms: Terms) -> Tensor:
-        valid = terms.mask > 0
-        # selected on every factor: 0 * inf of a masked token would be NaN in the loss or in the gradient
-        lp, old, adv = (torch.where(valid, x, 0.0) for x in (terms.logprobs, terms.old_logprobs, terms.advantages))
-        clip_range = terms.columns["echo_clip_range"].to(lp)
-        self._log(lp.detach(), old, adv, clip_range, valid)
-        return ppo_clip(lp, old, adv, clip_range, clip_range, self.params.dual_clip)
-
-    def _log(self, lp: Tensor, old: Tensor, adv: Tensor, clip_range: Tensor, valid: Tensor) -> None:
-        ratio = torch.exp((lp - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-        plain, clipped = -adv * ratio, -adv * torch.maximum(torch.minimum(ratio, 1 + clip_range), 1 - clip_range)
-        lower = (adv < 0) & (torch.maximum(plain, clipped) > -self.params.dual_clip * adv)
-        tokens = valid.sum()  # as weight, so that micro-batches of any size combine to the mean over all tokens
-        for name, value in (("clipfrac", clipped > plain), ("clipfrac_lower", lower), ("kl", old - lp)):
-            self.log(name, torch.where(valid, value.to(lp), 0.0).sum() / tokens, weight=tokens)
+        dual_clip, live = self.params.dual_clip, Live(terms)
+        lp, old, adv = live.all("logprobs", "old_logprobs", "advantages")
+        bound = terms.columns["echo_clip_range"].to(lp)
+        ratio = torch.exp((lp.detach() - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+        plain, clipped = -adv * ratio, -adv * torch.maximum(torch.minimum(ratio, 1 + bound), 1 - bound)
+        lower = (adv < 0) & (torch.maximum(plain, clipped) > -dual_clip * adv)
+        live.log_means(self, clipfrac=clipped > plain, clipfrac_lower=lower, kl=old - lp)
+        return ppo_clip(lp, old, adv, bound, bound, dual_clip)

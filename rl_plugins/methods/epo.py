@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins import Groups, Idle, Method, MethodError, MethodParams, Rollouts, Run, Shape, Terms, Tokens, param
+from rl_plugins.core.losses import Live
 from rl_plugins.core.params import above
 
 NO_BOUND = 1e30  # a bound that no entropy reaches; columns are finite in float32
@@ -169,29 +170,22 @@ class Epo(Method):
     # ---- the loss
 
     def regularize(self, terms: Terms) -> Tensor:
-        p, valid = self.params, terms.mask > 0
-        assert terms.entropies is not None  # in `needs`
-        entropies = terms.entropies.to(torch.promote_types(terms.entropies.dtype, torch.float32))
-        entropies = torch.where(valid, entropies, 0.0)
+        p, live = self.params, Live(terms)
+        (entropies,) = live.all("entropies")
         if not p.smoothed:
             return -p.entropy_coeff * entropies
         low, high = terms.columns["epo_low"], terms.columns["epo_high"]
         compared = entropies
         if p.mode == "seq":
-            compared = mean_of_turn(entropies, valid, terms.columns["epo_turn"])
+            compared = mean_of_turn(entropies, live.valid, terms.columns["epo_turn"])
         within = (low < compared) & (compared < high)
         if p.smoothing == "relu":
             outside = torch.relu(low - compared) + torch.relu(compared - high)
         else:
             outside = (~within).to(entropies)
-        penalty = torch.where(valid, p.factor * terms.columns["epo_phase"] * outside, 0.0)
-        self._log(penalty, within & valid, valid)
+        penalty = live(p.factor * terms.columns["epo_phase"] * outside)
+        live.log_means(self, within=within, penalty=penalty)
         return -p.entropy_coeff * (entropies - p.smooth_coeff * penalty)
-
-    def _log(self, penalty: Tensor, within: Tensor, valid: Tensor) -> None:
-        tokens = valid.sum()  # as weight, so that micro-batches of any size combine to the mean over all tokens
-        self.log("within", within.sum() / tokens, weight=tokens)
-        self.log("penalty", penalty.detach().sum() / tokens, weight=tokens)
 
 
 def corridor(reference: Tensor, kl: float, kr: float) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins import Method, MethodParams, Terms, param
-from rl_plugins.core.losses import LOG_RATIO_LIMIT, weighted_logprob
+from rl_plugins.core.losses import LOG_RATIO_LIMIT, Live, weighted_logprob
 
 
 class Minpro(Method):
@@ -34,7 +34,6 @@ class Minpro(Method):
     minimum and have loss and gradient 0 for any log-probs. A token without a known rollout log-prob uses its old
     log-prob.
 
-
     Source: arXiv 2601.22718, the MinPRO objective; the loss is verl's `compute_policy_loss_cispo` on M rho.
     """
 
@@ -54,22 +53,15 @@ class Minpro(Method):
         log_ratio_limit: float = param(LOG_RATIO_LIMIT, "limit of |log-ratio|, in nats", gt=0, le=40)
 
     def policy_loss(self, terms: Terms) -> Tensor:
-        p = self.params
-        assert terms.rollout_logprobs is not None  # in `needs`
-        valid = terms.mask > 0
-        log_ratio = _log_ratio(terms.logprobs, terms.rollout_logprobs, p.log_ratio_limit)
-        log_prefix = log_prefix_min(log_ratio, valid)
+        p, live = self.params, Live(terms)
+        lp, behavior, advantages = live.all("logprobs", "rollout_logprobs", "advantages")
+        log_ratio = (lp.detach() - behavior).clamp(-p.log_ratio_limit, p.log_ratio_limit)
+        log_prefix = log_prefix_min(log_ratio, live.valid)
         product = torch.exp(log_prefix + log_ratio)
         weight = product.clamp(1 - p.clip_low, 1 + p.clip_high)
-        self._log(weight, weight != product, torch.exp(log_prefix), valid)
-        # selected on every factor: 0 * inf of a masked token would be NaN in the loss or in the gradient
-        return weighted_logprob(_zero(terms.logprobs, valid), _zero(weight, valid), _zero(terms.advantages, valid))
-
-    def _log(self, weight: Tensor, clipped: Tensor, prefix_min: Tensor, valid: Tensor) -> None:
-        tokens = valid.sum()  # as weight, so that micro-batches of any size combine to the mean over all tokens
-        for name, value in (("weight_mean", weight), ("clipped", clipped.to(weight)), ("prefix_min", prefix_min)):
-            self.log(name, _zero(value, valid).sum() / tokens, weight=tokens)
-        self.log("weight_min", torch.where(valid, weight, torch.inf).min(), reduce="min", weight=tokens)
+        live.log_means(self, weight_mean=weight, clipped=weight != product, prefix_min=torch.exp(log_prefix))
+        live.log_extreme(self, "weight_min", weight, "min")
+        return weighted_logprob(lp, weight, advantages)
 
 
 def log_prefix_min(log_ratio: Tensor, valid: Tensor) -> Tensor:
@@ -82,12 +74,3 @@ def log_prefix_min(log_ratio: Tensor, valid: Tensor) -> Tensor:
     inclusive = torch.cummin(torch.where(valid, log_ratio, torch.inf), dim=1).values
     before = torch.nn.functional.pad(inclusive[:, :-1], (1, 0), value=torch.inf)
     return torch.where(torch.isinf(before), 0.0, before)
-
-
-def _log_ratio(logprobs: Tensor, behavior: Tensor, limit: float) -> Tensor:
-    dtype = torch.promote_types(logprobs.dtype, torch.float32)
-    return (logprobs.detach().to(dtype) - behavior.to(dtype)).clamp(-limit, limit)
-
-
-def _zero(x: Tensor, valid: Tensor) -> Tensor:
-    return torch.where(valid, x, 0.0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins import ConfigError, Method, MethodParams, Rollouts, Rows, Run, Shape, Terms, Tokens, Update, param
-from rl_plugins.core.losses import LOG_RATIO_LIMIT
+from rl_plugins.core.losses import LOG_RATIO_LIMIT, Live, finite
 
 Action = Literal["none", "shrink", "grow", "anchor"]
 CUTS = "ppo_million_cuts"  # row column: cuts of the learning rate so far
@@ -122,15 +122,12 @@ class PpoMillion(Method):
 
     def regularize(self, terms: Terms) -> Tensor:
         """(rows, time) zeros."""
-        p, valid = self.params, terms.mask > 0
-        log_ratio = terms.logprobs.detach().double() - terms.old_logprobs.detach().double()
-        log_ratio = torch.where(valid & torch.isfinite(log_ratio), log_ratio, 0.0)
+        p = self.params
+        log_ratio = finite(terms.logprobs.detach().double() - terms.old_logprobs.detach().double())
         log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         change, adv = torch.expm1(log_ratio), terms.advantages  # r - 1
         clipped = ((adv > 0) & (change > p.clip_high)) | ((adv < 0) & (change < -p.clip_low))
-        tokens = valid.sum()  # as weight, so that micro-batches combine to the mean over all tokens
-        self.log("kl", (change - log_ratio).sum() / tokens, weight=tokens)
-        self.log("clipped", (clipped & valid).double().sum() / tokens, weight=tokens)
+        Live(terms).log_means(self, kl=change - log_ratio, clipped=clipped.double())
         return torch.zeros_like(terms.logprobs)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Rows, Shape, Terms, Tokens, Update, param
 from rl_plugins.core.groups import places
+from rl_plugins.core.losses import Live, finite
 
 Baseline = Literal["opob", "group", "none"]
 Norm = Literal["length", "proxy", "exact"]
@@ -129,7 +130,7 @@ class Vcpo(Method):
         p, length = self.params, rows.length.double()
         if not len(length):
             return Update()
-        log_w = _finite(rows.logprobs.double() - rows.rollout_logprobs.double())
+        log_w = finite(rows.logprobs.double() - rows.rollout_logprobs.double())
         bound = math.log(p.truncation)
         truncated = torch.exp(log_w.clamp(max=bound))
         ratio = ess_ratio(log_w)
@@ -158,21 +159,14 @@ class Vcpo(Method):
         return Update(scale, {"vcpo_coefficient": reward * truncated / (len(length) * length)})
 
     def policy_loss(self, terms: Terms) -> Tensor:
-        valid = terms.mask > 0
-        assert terms.rollout_logprobs is not None  # in `needs`
-        # selected on every factor: 0 * inf of a masked token would be NaN in the loss or in the gradient
-        live = valid & torch.isfinite(terms.logprobs)
-        lp = torch.where(live, terms.logprobs, 0.0)
-        self._log_k3(lp.detach(), terms.rollout_logprobs, valid)
-        coefficient = torch.where(valid, terms.columns["vcpo_coefficient"], 0.0)
-        return -coefficient * (1 + (lp - lp.detach()))
-
-    def _log_k3(self, lp: Tensor, behavior: Tensor, valid: Tensor) -> None:
-        length = valid.sum(1)
-        log_ratio = _finite(torch.where(valid, lp - behavior, 0.0)).double()
+        live = Live(terms)
+        logprobs, behavior = live.all("logprobs", "rollout_logprobs")
+        lp = finite(logprobs)
+        log_ratio, length = finite(lp.detach() - behavior).double(), live.valid.sum(1)
         k3 = (torch.expm1(log_ratio.clamp(max=LOG_LIMIT)) - log_ratio).sum(1) / length.clamp(min=1)
         rows = (length > 0).sum()
         self.log("k3", k3.sum() / rows, weight=rows)
+        return -live(terms.columns["vcpo_coefficient"]) * (1 + (lp - lp.detach()))
 
 
 LOG_LIMIT = 100.0  # of what is logged: sums of its exp are finite
@@ -243,7 +237,3 @@ def _quantile(value: Tensor, share: Tensor, cut: Tensor) -> Tensor:
     """(groups,) the first reward, ascending, whose cumulative weight reaches `cut`; it has a weight above 0."""
     reached = (share >= cut[:, None]) & (share > 0)
     return value.gather(1, reached.double().argmax(1, keepdim=True))[:, 0]
-
-
-def _finite(log_ratio: Tensor) -> Tensor:
-    return torch.where(torch.isfinite(log_ratio), log_ratio, 0.0)

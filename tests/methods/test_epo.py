@@ -58,7 +58,7 @@ def terms_of(
         bounds["epo_turn"] = torch.as_tensor(turn, dtype=torch.float64).broadcast_to(h.shape)
     columns = {**bounds, "epo_phase": torch.full((len(h), 1), phase, dtype=torch.float64)}
     valid = torch.ones(h.shape) if mask is None else torch.as_tensor(mask)
-    return make_terms(len(h), h.shape[1], mask=valid.long(), entropies=h, columns=columns)
+    return make_terms(len(h), h.shape[1], mask=valid.long(), logprobs=h.detach(), entropies=h, columns=columns)
 
 
 def loss_and_grad(method: Epo, terms: Terms, how: str = "token-mean") -> tuple[Tensor, Tensor]:

@@ -387,7 +387,7 @@ def test_it_does_not_depend_on_other_prompts() -> None:
 @pytest.mark.parametrize("kind", ["shaped", "sft", "plain"])
 def test_loss_equals_the_loop(kind: str) -> None:
     method = scope(off_policy=kind, gamma=0.3, clip_low=0.1, clip_high=0.25)
-    terms = make_terms(rows=5, time=7, seed=1)
+    terms = make_terms(rows=5, time=7, seed=1, mask=torch.ones(5, 7))
     foreign = (torch.arange(35).view(5, 7) % 3 == 0).float()
     terms = terms.replace(columns={"scope_foreign": foreign})
     found = method.policy_loss(terms)
@@ -404,7 +404,7 @@ def test_loss_equals_the_loop(kind: str) -> None:
 
 
 def test_limits_of_the_loss() -> None:
-    terms = make_terms(seed=3)
+    terms = make_terms(seed=3, mask=torch.ones(4, 6))
     nothing = terms.replace(columns={"scope_foreign": torch.zeros_like(terms.logprobs)})
     clipped = ppo_clip(terms.logprobs, terms.old_logprobs, terms.advantages)
     assert torch.equal(scope().policy_loss(nothing), clipped)
@@ -414,7 +414,11 @@ def test_limits_of_the_loss() -> None:
     assert torch.equal(scope(off_policy="plain").policy_loss(everything), clipped)
     lp = torch.tensor([[math.log(0.1), math.log(0.999), -60.0]], requires_grad=True)
     one = everything.replace(
-        logprobs=lp, old_logprobs=lp.detach(), advantages=torch.ones(1, 3), columns={"scope_foreign": torch.ones(1, 3)}
+        mask=torch.ones(1, 3),
+        logprobs=lp,
+        old_logprobs=lp.detach(),
+        advantages=torch.ones(1, 3),
+        columns={"scope_foreign": torch.ones(1, 3)},
     )
     (gradient,) = torch.autograd.grad(scope().policy_loss(one).sum(), lp)
     assert gradient[0].tolist() == pytest.approx([-0.25, -0.1 * 0.999 / 1.099**2, 0.0], abs=1e-6)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins import ConfigError, Idle, Method, MethodParams, ppo_clip
+from rl_plugins.core.losses import Live
 from rl_plugins.core.requests import Call, Called, Generate, Generated, Program, Prompt, Score, Scored, Trajectory
 from rl_plugins.core.rollouts import Rollouts, Shape, Terms, Tokens
 from rl_plugins.methods.scope.params import ScopeParams
@@ -218,15 +219,13 @@ class Scope(Method):
         return Shape(token_columns={_COLUMN: foreign.float()})
 
     def policy_loss(self, terms: Terms) -> Tensor:
-        p = self.params
-        own = ppo_clip(terms.logprobs, terms.old_logprobs, terms.advantages, p.clip_low, p.clip_high)
+        p, live = self.params, Live(terms)
+        lp, old, adv = live.all("logprobs", "old_logprobs", "advantages")
+        own = ppo_clip(lp, old, adv, p.clip_low, p.clip_high)
         if p.off_policy == "plain":
             return own
-        if p.off_policy == "shaped":  # p / (p + gamma), without a division
-            value = torch.sigmoid(terms.logprobs - math.log(p.gamma))
-        else:
-            value = terms.logprobs
-        return torch.where(terms.columns[_COLUMN] > 0, -terms.advantages * value, own)
+        value = torch.sigmoid(lp - math.log(p.gamma)) if p.off_policy == "shaped" else lp  # p / (p + gamma)
+        return torch.where(terms.columns[_COLUMN] > 0, -adv * value, own)
 
 
 @dataclass(frozen=True)
