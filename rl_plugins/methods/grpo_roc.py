@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Method, MethodError, MethodParams, Plan, Rollouts, Run, param
 from rl_plugins.core.params import GIVEN
+from rl_plugins.kit.oversampling import oversampled, to_keep
 
 NO_TOOL_CALL = 0.5  # error penalty of a rollout without a tool call: between clean and failing ones
 NO_ANSWER = 1.0  # format penalty of a rollout without a readable answer block
@@ -111,18 +112,7 @@ class GrpoRoc(Method):
 
     def plan(self, plan: Plan) -> Plan:
         """ceil(oversample * n) rollouts for every n that are trained."""
-        rows, planned = [], dict[str, list[int]]()
-        for row in plan.rows:
-            ours = self._made(row.n) - row.n
-            group = planned.setdefault(str(row.group), [0, 0, 0])  # several plan rows may share a group
-            group[0], group[1], group[2] = group[0] + row.n, group[1] + ours, group[2] + row.spare
-            rows.append(row.replace(spare=row.spare + ours))
-        # not in a payload, which another method's could overwrite, and which a rollout program sees
-        self.state.setdefault("planned", {}).update(planned)
-        return plan.replace(rows=tuple(rows))
-
-    def _made(self, n: int) -> int:
-        return math.ceil(n * self.params.oversample - 1e-9)  # 50 * 1.1 is 55.00000000000001
+        return oversampled(plan, self.params.oversample, self.state)
 
     def select(self, rollouts: Rollouts) -> Tensor:
         # One entry per rollout, by group and in generation order: decisions do not depend on the order of the rows.
@@ -132,7 +122,7 @@ class GrpoRoc(Method):
         penalty = each.mean(self._penalty(rollouts))
         correct, wrong = reward > self.params.correct_threshold, reward <= self.params.correct_threshold
 
-        target = self._target(groups, groups.sum((~present).double()))
+        target = to_keep(self.state, self.params.oversample, groups, present)
         n = groups.sum((correct | wrong).double())
         equal = self._equal(groups, reward) & (n > 0)
         short = (n < target) & ~equal
@@ -170,18 +160,6 @@ class GrpoRoc(Method):
         whole = correct + wrong <= target
         k_correct, k_wrong = torch.where(whole, correct, k_correct), torch.where(whole, wrong, k_wrong)
         return torch.where(leaves, 0.0, k_correct), torch.where(leaves, 0.0, k_wrong)
-
-    def _target(self, groups: Groups, left: Tensor) -> Tensor:
-        """(count,) rollouts of each group that stay: those that are trained, and the spare ones of other methods, but
-        for those that `left` already."""
-        plans = self.state.get("planned", {})
-        made = groups.size.double()
-        known = [plans.get(str(g)) for g in groups.ids.tolist()]
-        guess = torch.floor(made / self.params.oversample + 1e-9)
-        n, ours, others = torch.tensor([k or [0, 0, 0] for k in known], dtype=torch.float64).reshape(-1, 3).T
-        later = (made - n - ours - others).clamp(min=0)  # methods named after this one asked for more
-        unplanned = torch.tensor([k is None for k in known], dtype=torch.bool)
-        return torch.where(unplanned, guess, n + later + (others - left).clamp(min=0))
 
     def _penalty(self, rollouts: Rollouts) -> Tensor:
         """(rows,) float64, lower is better."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Idle, Method, MethodParams, Program, Prompt, Run, Score, param
 from rl_plugins.core.denoising import Denoise, Sample, SamplePrompt
+from rl_plugins.kit.oversampling import pool_size
 from rl_plugins.methods.sol_rl.choice import Mode, places
 
 
@@ -69,7 +69,7 @@ class SolRlExplore(Method):
         return cast(Program, self._samples(cast(SamplePrompt, prompt)))
 
     def _samples(self, prompt: SamplePrompt) -> Generator[Any, Any, Sequence[Sample]]:
-        seeds = prompt.seeds(math.ceil(prompt.n * self.params.pool - 1e-9))
+        seeds = prompt.seeds(pool_size(prompt.n, self.params.pool))
         explored = None
         if len(seeds) > prompt.n:
             seeds, explored = yield from self._chosen(prompt, seeds)

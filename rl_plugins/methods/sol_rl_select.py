@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rl_plugins import Groups, Method, MethodParams, Plan, Rollouts, param
+from rl_plugins.kit.oversampling import oversampled, to_keep
 from rl_plugins.methods.sol_rl.choice import Mode, places
 
 
@@ -55,17 +55,7 @@ class SolRlSelect(Method):
 
     def plan(self, plan: Plan) -> Plan:
         """ceil(oversample n) rollouts for every n that are trained."""
-        rows, planned = [], dict[str, list[int]]()
-        for row in plan.rows:
-            ours = self._made(row.n) - row.n
-            group = planned.setdefault(str(row.group), [0, 0, 0])  # several plan rows may share a group
-            group[0], group[1], group[2] = group[0] + row.n, group[1] + ours, group[2] + row.spare
-            rows.append(row.replace(spare=row.spare + ours))
-        self.state.setdefault("planned", {}).update(planned)
-        return plan.replace(rows=tuple(rows))
-
-    def _made(self, n: int) -> int:
-        return math.ceil(n * self.params.oversample - 1e-9)  # 50 * 1.1 is 55.00000000000001
+        return oversampled(plan, self.params.oversample, self.state)
 
     def select(self, rollouts: Rollouts) -> Tensor:
         # One entry per rollout, by group and in the order of generation: the order of the rows decides nothing.
@@ -76,7 +66,7 @@ class SolRlSelect(Method):
         noise = torch.from_numpy(self.rng("kept").random(len(reward)))
         at = present.nonzero()[:, 0]
         inside = Groups(groups.index[at], count=groups.count)
-        k = self._target(groups, groups.size - inside.size)
+        k = to_keep(self.state, self.params.oversample, groups, present)
         keep = torch.zeros_like(present)
         keep[at] = places(reward[at], inside, k, self.params.mode, noise[at]) >= 0
         self._report(groups, reward, keep, present)
@@ -88,18 +78,6 @@ class SolRlSelect(Method):
             self.note(each.rows(present & ~keep), text, mode=self.params.mode, **rows)
         self.state.clear()
         return each.rows(keep)
-
-    def _target(self, groups: Groups, left: Tensor) -> Tensor:
-        """(count,) rollouts of each group that stay: those that are trained, and the spare ones of other methods, but
-        for those that `left` already."""
-        plans = self.state.get("planned", {})
-        made = groups.size.double()
-        known = [plans.get(str(g)) for g in groups.ids.tolist()]
-        guess = torch.floor(made / self.params.oversample + 1e-9)
-        n, ours, others = torch.tensor([k or [0, 0, 0] for k in known], dtype=torch.float64).reshape(-1, 3).T
-        later = (made - n - ours - others).clamp(min=0)  # methods named after this one asked for more
-        unplanned = torch.tensor([k is None for k in known], dtype=torch.bool)
-        return torch.where(unplanned, guess, n + later + (others - left).clamp(min=0))
 
     def _report(self, groups: Groups, reward: Tensor, keep: Tensor, present: Tensor) -> None:
         kept = torch.where(keep, reward, torch.nan)
