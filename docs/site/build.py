@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pages
 
+from rl_plugins.core.files import claim
+
 
 def build(out: Path, source: Path) -> int:
     """Builds the site into `out` by way of `source`, which is emptied first. Returns the exit status of Sphinx."""
+    claim(out, "site")
     pages.write(source)
     options = ["-n", "-W", "--keep-going", "-q", "-E", "-j", "2", "-b", "html", "-c", str(Path(__file__).parent)]
     doctrees = ["-d", str(source.with_name(source.name + "-doctrees"))]
@@ -22,7 +25,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("build/site/html"))
     args = parser.parse_args()
-    status = build(args.out, args.out.parent / "source")
+    status = build(args.out, args.out.with_name(f"{args.out.name}-source"))
     if status == 0:
         print(f"Site: {args.out / 'index.html'}")
     sys.exit(status)

@@ -24,6 +24,7 @@ from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.catalog import entries, plugins
 from rl_plugins.cards.results import measured_of
 from rl_plugins.cards.usage import usage_of
+from rl_plugins.core.files import claim
 from rl_plugins.core.method import Bundle, Method
 from rl_plugins.lab.pages import FILLED, on_site
 from rl_plugins.lab.pages.methods import section, slug
@@ -78,10 +79,12 @@ def write(out: Path) -> None:
     """Writes the source of the site into `out`, which is emptied.
 
     Raises:
+        ConfigError: `out` has other files.
         ValueError: a page links to a file that the repository does not have.
     """
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    claim(out, "site")
+    shutil.rmtree(out)
+    claim(out, "site")
     if FIGURES.exists():
         shutil.copytree(FIGURES, out / "figures")
     site = Site(out)

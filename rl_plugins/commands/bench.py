@@ -11,6 +11,7 @@ import typer
 
 from rl_plugins.commands.shared.options import DryRun, HostName, TrainedIn
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import claim
 
 
 def bench(
@@ -95,6 +96,8 @@ def bench(
     if attribute or stack:
         _need_together(methods, tasks)
     if stack:
+        if not dry_run:
+            claim(out, "bench")
         session.stack(console, methods, tasks, out, jobs, dry_run)
         _publish(out, None if dry_run else publish)
         return
@@ -107,6 +110,7 @@ def bench(
         tables.print_plan(console, runs, Results.read(folder), at_a_time, seconds)
         return
     need_plots()
+    claim(out, "bench")
     if verl:
         policy = session.policies_of([""], console)[""]
         tables.print_both_hosts(console, run_verl(runs, out / "verl", policy), Results.read(out))

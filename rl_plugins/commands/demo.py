@@ -33,7 +33,7 @@ def demo(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the results.", show_default="demo-results, or demo-results/verl"),
+        typer.Option(help="Folder of the results.", show_default="demo-results, or demo-results-verl"),
     ] = None,
     jobs: Jobs = None,
     long: Annotated[bool, typer.Option("--long", help="Run more steps.")] = False,
@@ -50,7 +50,7 @@ def demo(
 
     if host == HostName.verl:
         one_job(jobs)
-        folder = out or Path("demo-results/verl")
+        folder = out or Path("demo-results-verl")
         options = RunOptions(folder, parse_seeds(seeds or "2"), vs, 1, budget, dry_run)
         demo_verl(methods or ["vade"], options, long)
         return

@@ -11,6 +11,7 @@ import typer
 
 from rl_plugins.commands.shared.options import Force
 from rl_plugins.core.errors import ConfigError, shortened
+from rl_plugins.core.files import whole, write_text
 
 READ = (".parquet", ".jsonl", ".csv")
 WRITTEN = (".parquet", ".jsonl")
@@ -98,12 +99,12 @@ def read_rows(path: Path) -> list[Mapping[str, Any]]:
 
 def write_rows(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
     """Rows as a table."""
-    out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".jsonl":
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        out.write_text(text, encoding="utf-8")
+        write_text(out, text)
         return
     import pyarrow
     import pyarrow.parquet
 
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([dict(row) for row in rows]), out)
+    with whole(out) as part:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([dict(row) for row in rows]), part)

@@ -18,6 +18,7 @@ import typer
 from rl_plugins.commands.shared.options import Force, HostName, OfRun, WorldSize
 from rl_plugins.commands.shared.overrides import with_overrides, words_of
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,7 +71,7 @@ def scale(
     if out is None:
         sys.stdout.write(text)
     else:
-        out.write_text(text, encoding="utf-8")
+        write_text(out, text)
         print(f"\nWritten: {out}")
 
 

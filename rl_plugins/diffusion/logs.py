@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import json_lines, whole, write_text
 from rl_plugins.diffusion.config import DiffusionConfig
 
 METRICS = "metrics.jsonl"
@@ -41,10 +42,8 @@ class Logger:
         if not main:
             return
         self.path = Path(config.output_dir) / METRICS
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = self.path.read_text(encoding="utf-8").splitlines() if batch and self.path.exists() else []
-        kept = [line for line in kept if _batch_of(line) <= batch]
-        self.path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        kept = [line for line in json_lines(self.path) if line["batch"] <= batch] if batch else []
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         if config.report_to == "tensorboard":
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -93,16 +92,9 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _batch_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["batch"])
-    except (ValueError, KeyError, TypeError):  # cut off in the middle
-        return math.inf
-
-
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     """The lines of a run."""
-    return [json.loads(line) for line in (Path(folder) / METRICS).read_text(encoding="utf-8").splitlines()]
+    return json_lines(Path(folder) / METRICS)
 
 
 def write_sheet(path: Path, rows: Sequence[Sequence[Any]]) -> None:
@@ -123,8 +115,8 @@ def write_sheet(path: Path, rows: Sequence[Sequence[Any]]) -> None:
         for x, image in enumerate(row):
             at = (gap + x * (width + gap), gap + y * (height + gap))
             sheet.paste(image.resize((width, height), Image.Resampling.NEAREST), at)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path)
+    with whole(path) as part:
+        sheet.save(part)
 
 
 def _image(x: Any) -> Any:

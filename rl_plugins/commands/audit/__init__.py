@@ -11,6 +11,7 @@ import typer
 
 from rl_plugins.commands.shared.options import HostName, OfRun
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import claim, write_text
 
 if TYPE_CHECKING:
     from rl_plugins.core.rollouts import Run
@@ -97,6 +98,8 @@ def audit(
         if name not in FEATURES:
             raise ConfigError(f"--declared {name} is given; allowed: {', '.join(FEATURES)}.")
     run = _run(host, words or [])
+    if out is not None:
+        claim(out, "audit")
     options = Options(
         answer_column=answer_column,
         max_rows=max_rows,
@@ -120,9 +123,8 @@ def audit(
         report = preflight(run, options, lambda part, n: bar.update(task, advance=n, description=part)).report
     print_report(console, report)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "report.json").write_text(json.dumps(plain(report, options), indent=2) + "\n", encoding="utf-8")
-        (out / "report.html").write_text(as_html(report, options), encoding="utf-8")
+        write_text(out / "report.json", json.dumps(plain(report, options), indent=2) + "\n")
+        write_text(out / "report.html", as_html(report, options))
         console.print(Text(f"Written: {out / 'report.html'} and {out / 'report.json'}"))
     raise typer.Exit(CRITICAL if report.critical else 0 if report.looked else NOTHING_LOOKED_AT)
 

@@ -9,6 +9,7 @@ import typer
 
 from rl_plugins.commands.shared.options import DryRun, Force, HostName
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import write_text
 
 NEXT = {
     "trl": (
@@ -53,8 +54,7 @@ def export(
     for file in files:
         print(f"{file.state:10} {into / file.path}")
         if not dry_run and file.state in ("new", "differs", "extended"):
-            (into / file.path).parent.mkdir(parents=True, exist_ok=True)
-            (into / file.path).write_text(file.text, encoding="utf-8")
+            write_text(into / file.path, file.text)
     for file in files:
         if file.state == "by hand":
             print(f"\nAdd to {file.path} of the host's repository:\n\n{file.text}")

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -17,6 +16,7 @@ import torch
 from rl_plugins.commands.fuse.folder import FLOATS, ModelFolder, StoredTensor
 from rl_plugins.commands.fuse.plan import FusionPlan
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import whole_folder
 from rl_plugins.tools.fusion import Floats, TensorFusion, delta, spans
 
 
@@ -36,29 +36,17 @@ def write(plan: FusionPlan, progress: Callable[[int], None] = lambda _: None) ->
     """
     told = {expert.name: Told() for expert in plan.experts}
     differing: list[str] = []
-    plan.out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    hidden = Path(tempfile.mkdtemp(prefix=f".{plan.out.name}.", dir=plan.out.absolute().parent))
-    try:
+    with whole_folder(plan.out) as hidden:
         for file in plan.base.files:
             _write_file(plan, file, hidden / file.name, told, differing, progress)
         for path in [*plan.copied, *([plan.base.index] if plan.base.index else [])]:
             shutil.copyfile(path, hidden / path.name)
         (hidden / "fusion.json").write_text(json.dumps(_provenance(plan), indent=2) + "\n", encoding="utf-8")
-        hidden.chmod(0o777 & ~_umask())
-        os.replace(hidden, plan.out)
-    except BaseException:
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise
     return told, differing
 
 
 def _provenance(plan: FusionPlan) -> dict[str, object]:
     return {"experts": [expert.name for expert in plan.experts], **dataclasses.asdict(plan.rule)}
-
-
-def _umask() -> int:
-    os.umask(found := os.umask(0))
-    return found
 
 
 def _write_file(

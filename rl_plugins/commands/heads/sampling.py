@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import track
 
 from rl_plugins.core.errors import ConfigError, shown
+from rl_plugins.core.files import claim, whole, write_text
 from rl_plugins.tools.heads import prefix_diversity, shares
 
 SOLVED = "solved"  # column of the dataset that is written
@@ -78,7 +79,7 @@ def sample_heads(config: Path, heads: Sequence[Path], budget: SampleBudget, out:
                 os.fsync(f.fileno())
     summary = summarized(_lines(file), budget)
     _write_solved(dataset, count, _lines(file), budget, out)
-    (out / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    write_text(out / "summary.json", json.dumps(summary, indent=1))
     return summary
 
 
@@ -119,8 +120,8 @@ def _write_solved(dataset: Any, count: int, lines: Iterator[dict[str, Any]], bud
             solved[problem] += reward >= budget.threshold
     kept = [name for name in dataset.column_names if name != SOLVED]
     table = dataset.select(range(count)).select_columns(kept).add_column(SOLVED, solved)
-    (out / "dataset").mkdir(exist_ok=True)
-    table.to_parquet(str(out / "dataset" / f"{budget.split}.parquet"))
+    with whole(out / "dataset" / f"{budget.split}.parquet") as part:
+        table.to_parquet(str(part))
 
 
 def _chunks(heads: Sequence[str], count: int, budget: SampleBudget) -> Iterator[tuple[str, int, list[int]]]:
@@ -156,7 +157,7 @@ def _opened(out: Path, facts: dict[str, Any]) -> Path:
         ConfigError: the folder holds samples of something else.
     """
     settings, file = out / "settings.json", out / "samples.jsonl"
-    out.mkdir(parents=True, exist_ok=True)
+    claim(out, "heads")
     facts = json.loads(json.dumps(facts))
     if settings.exists():
         before = json.loads(settings.read_text(encoding="utf-8"))
@@ -167,11 +168,11 @@ def _opened(out: Path, facts: dict[str, Any]) -> Path:
                 f"{shown(facts.get(other[0]))}). Give another folder, or the same settings to go on."
             )
     else:
-        settings.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        write_text(settings, json.dumps(facts, indent=1))
     file.touch()
     content = file.read_bytes()
-    if not content.endswith(b"\n"):
-        file.write_bytes(content[: content.rfind(b"\n") + 1])
+    with file.open("r+b") as f:
+        f.truncate(content.rfind(b"\n") + 1)
     return file
 
 

@@ -10,6 +10,7 @@ import typer
 
 from rl_plugins.commands.shared.options import Force, HostName, OfRun
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import claim, write_text
 
 
 class AdapterKind(enum.StrEnum):
@@ -72,15 +73,16 @@ def write(
             "tokens. Leave them out, or give another --adapter."
         )
     suffix = "txt" if host == HostName.verl else "yaml"
+    if not force:
+        claim(out, "heads")
     files = [out / f"head_{head}.{suffix}" for head in range(heads)]
     there = [file for file in files if file.exists()]
     if there and not force:
         raise ConfigError(f"{there[0]} exists. Nothing was written. Give another --out, or --force to replace files.")
     made = Heads(heads, column, adapter.value, virtual_tokens, text)
     texts = verl_runs(words or [], made) if host == HostName.verl else trl_runs(words or [], made)
-    out.mkdir(parents=True, exist_ok=True)
     for file, content in zip(files, texts, strict=True):
-        file.write_text(content, encoding="utf-8")
+        write_text(file, content)
 
     console = Console(soft_wrap=False)
     table = Table("Head", "File", "Slice", box=None, pad_edge=False)

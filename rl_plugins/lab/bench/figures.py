@@ -27,7 +27,6 @@ def draw(results: Results, told: Mapping[str, Any], folder: Path) -> None:
     """
     from rl_plugins.lab.compare import figures
 
-    folder.mkdir(parents=True, exist_ok=True)
     if told["matrix"]:
         figures.save(folder / "matrix.png", lambda: _draw_matrix(told))
     tasks = [c for c in TASKS if len(results.seeds(c, "grpo")) >= LOOKS[0]]
@@ -52,7 +51,6 @@ def draw_method(results: Results, variant: str, file: Path) -> bool:
         if all(_curves(results, task, a, metric) for a in variants)
     ]
     if wanted:
-        file.parent.mkdir(parents=True, exist_ok=True)
         figures.save(file, lambda: _draw_curves(results, wanted))
     return bool(wanted)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import whole
 from rl_plugins.lab.bench.tasks import COST_UNITS, METRICS, TASKS, fingerprint_of
 from rl_plugins.lab.bench.variants import BenchVariant
 from rl_plugins.lab.compare.costs import Course
@@ -176,14 +176,15 @@ class Results:
             ) from None
         found = cls(BenchRun(record) for record in records)
         for row in curves:
-            run = found.runs[row["task"], row["variant"], row["seed"]]
+            run = found.runs.get((row["task"], row["variant"], row["seed"]))
+            if run is None:
+                continue  # a process was killed between the two files; the run is made again
             costs = {"steps": row["step"], **{k: row[k] for k in ("rows_trained", "tokens_decoded", "seconds")}}
             run.curves.setdefault(row["name"], []).append((costs, row["value"]))
         return found
 
     def write(self, folder: Path) -> None:
-        """Writes both tables; a reader sees the old ones or the new ones."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Writes both tables, each whole or not at all."""
         order = [self.runs[key] for key in sorted(self.runs)]
         rows = [
             {k: run.record[k] for k in ("task", "variant", "seed", "host")}
@@ -193,13 +194,12 @@ class Results:
             for name, points in sorted(run.curves.items())
             for costs, value in points
         ]
-        for name, table in (
-            ("runs", pa.Table.from_pylist([run.record for run in order], RUNS)),
+        for name, table in (  # the runs last: one without its curves would count as made
             ("curves", pa.Table.from_pylist(rows, CURVES)),
+            ("runs", pa.Table.from_pylist([run.record for run in order], RUNS)),
         ):
-            part = folder / f"{name}.parquet.part"
-            pq.write_table(table, part, compression="zstd")
-            os.replace(part, folder / f"{name}.parquet")
+            with whole(folder / f"{name}.parquet") as part:
+                pq.write_table(table, part, compression="zstd")
 
 
 def is_current(run: BenchRun) -> bool:

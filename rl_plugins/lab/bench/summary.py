@@ -13,6 +13,7 @@ import numpy as np
 
 from rl_plugins.cards.claims import with_verdict
 from rl_plugins.cards.results import Direction, Result, verdict_of
+from rl_plugins.core.files import write_text
 from rl_plugins.lab.bench.claims import LOOKS, claims
 from rl_plugins.lab.bench.combine import attributions, stacks
 from rl_plugins.lab.bench.differences import Difference
@@ -67,10 +68,10 @@ def write(package: Path, results: Results, in_verl: Results | None = None) -> di
     default = {f.name: f.default for f in fields(Result)}
     of = [{k: v for k, v in asdict(r).items() if v != default[k]} for r in records(results)]
     rest = {k: v for k, v in told.items() if k != "claims"}
-    (package / "lab" / "bench" / "published.json").write_text(json.dumps(rest, indent=1) + "\n")
+    write_text(package / "lab" / "bench" / "published.json", json.dumps(rest, indent=1) + "\n")
     for place, rows in ((Path("claims.json"), claims), (Path("records", "bench.json"), of)):
         text = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-        (package / "cards" / place).write_text(f"[\n{text}\n]\n", encoding="utf-8")
+        write_text(package / "cards" / place, f"[\n{text}\n]\n")
     return told
 
 

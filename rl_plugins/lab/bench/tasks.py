@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import write_text
 from rl_plugins.lab.bench import chains, paraphrases
 from rl_plugins.lab.bench.chains import Mix
 from rl_plugins.lab.demo.settings import ON_CPU
@@ -112,7 +113,6 @@ class BenchTask:
 
     def write_data(self, folder: Path) -> Path:
         """Prompts to train on and held-out prompts as files that `datasets` reads without a hub."""
-        folder.mkdir(parents=True, exist_ok=True)
         if self.environment:
             from rl_plugins.lab.demo import agents
 
@@ -123,7 +123,7 @@ class BenchTask:
             ("held_out", "test", self.test or self.mix, TEST_PROMPTS),
         ):
             rows = (paraphrases if mix.mode == "w" else chains).build_rows(mix, n, 0, split)
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_text(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         return folder
 
     @cached_property

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import json_lines, whole
 from rl_plugins.lab.bench import chains
 from rl_plugins.lab.bench.results import BenchRun, Results
 from rl_plugins.lab.bench.runs import Waiting
@@ -31,14 +32,12 @@ def possible(task: BenchTask) -> bool:
 
 def write_data(task: BenchTask, folder: Path) -> Path:
     """train.parquet and test.parquet of the task's prompts in verl's format."""
-    import json
-
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     task.write_data(folder)
     for name in ("train", "test"):
-        rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        rows = json_lines(folder / f"{name}.jsonl")
         told = [
             {
                 "data_source": "chains",
@@ -49,7 +48,8 @@ def write_data(task: BenchTask, folder: Path) -> Path:
             }
             for i, row in enumerate(rows)
         ]
-        pq.write_table(pa.Table.from_pylist(told), folder / f"{name}.parquet")
+        with whole(folder / f"{name}.parquet") as part:
+            pq.write_table(pa.Table.from_pylist(told), part)
     return folder
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import write_text
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.tools.attribution import attribute, bootstrap, needed
@@ -130,5 +131,5 @@ def table(told: Mapping[str, Any]) -> str:
 def write(summary: Mapping[str, Any], cube: Cube, folder: Path) -> str:
     """Writes `attribution.json` and returns the table."""
     told = attributed(summary, cube, summary["metrics"][0])
-    (folder / "attribution.json").write_text(json.dumps(told, indent=1))
+    write_text(folder / "attribution.json", json.dumps(told, indent=1))
     return table(told)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import claim
 from rl_plugins.lab.compare import attribution, costs, report
 from rl_plugins.lab.compare.plan import Comparison
 from rl_plugins.lab.compare.runs import is_finished, run_all
@@ -91,6 +92,7 @@ def run(
                 soft_wrap=True,
             )
         return
+    claim(comparison.out, "compare")
     costs.require(comparison, options.cost_unit)
     seconds = run_all(comparison, options.jobs, watch, console, dict(environment or {}))
     summary = report.write(comparison, metrics or report.found_metrics(comparison), seconds, labels, options.cost_unit)

@@ -30,6 +30,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
+from rl_plugins.core.files import whole
+
 WIDTH, DPI = 8.0, 200  # inches, pixels per inch
 COLUMNS = 2
 TINTS = 64  # colours of a file, shades of text and of bands included
@@ -89,11 +91,11 @@ def save(file: Path, draw: Callable[[], Figure]) -> tuple[Path, Path]:
     """
     files = file, file.with_name(f"{file.stem}-dark{file.suffix}")
     for mode, path in zip(PAGE, files, strict=True):
-        with style(mode):
+        with style(mode), whole(path) as part:
             figure = draw()
-            figure.savefig(path, dpi=DPI)
+            figure.savefig(part, dpi=DPI)
             plt.close(figure)
-        _shrink(path)
+            _shrink(part)
     return files
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from rl_plugins import __version__
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import write_text
 from rl_plugins.runtime import registry
 
 LOG_VARIABLE = "RL_PLUGINS_LOG_FILE"
@@ -59,7 +60,7 @@ class PlannedRun:
     def write_config(self) -> None:
         """The config as a file of the run's folder, so that the user's own can change while others run."""
         if self.config:
-            (self.folder / CONFIG).write_text(self.config)
+            write_text(self.folder / CONFIG, self.config)
 
 
 class Host(Protocol):

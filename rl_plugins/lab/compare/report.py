@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from rl_plugins.cards.results import verdict_of
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import write_text
 from rl_plugins.lab.compare import agents
 from rl_plugins.lab.compare.costs import COSTS, OF_SAMPLES, OF_TEXT, Course, Cut
 from rl_plugins.lab.compare.plan import Comparison
@@ -20,22 +22,27 @@ from rl_plugins.lab.compare.plan import Comparison
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with the half width of its 95 % interval (Student's t over seeds; NaN for one seed)."""
+    """A mean with the half width of its 95 % interval (Student's t over seeds; NaN for one seed).
+
+    A metric that is counted, right answers among 64 for example, has steps. Seeds with the same value differ by less
+    than a step, so their standard deviation is taken as at least that."""
 
     mean: float
     half: float
     n: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Interval:
+    def of(cls, values: Sequence[float], resolution: float = 0.0) -> Interval:
         from scipy import stats
 
         x = np.asarray(values, dtype=float)
         x = x[~np.isnan(x)]
         if not len(x):
             return cls(math.nan, math.nan, 0)
-        half = stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x)) if len(x) > 1 else math.nan
-        return cls(float(x.mean()), float(half), len(x))
+        if len(x) == 1:
+            return cls(float(x[0]), math.nan, 1)
+        spread = max(float(x.std(ddof=1)), resolution)
+        return cls(float(x.mean()), float(stats.t.ppf(0.975, len(x) - 1)) * spread / math.sqrt(len(x)), len(x))
 
     def __str__(self) -> str:
         largest = max((abs(x) for x in (self.mean, self.half) if math.isfinite(x)), default=0.0)
@@ -43,6 +50,7 @@ class Interval:
         return f"{self.mean:.{places}f}" + ("" if math.isnan(self.half) else f" ± {self.half:.{places}f}")
 
 
+SEEDS = 3  # fewer decide nothing
 EVALUATIONS = ("eval_", "val-")  # how names of values of an evaluation begin, in TRL and in verl
 LAST = 0.1  # share of the budget over which a value of training is averaged
 POINTS = 25  # of a curve
@@ -96,6 +104,14 @@ def ends(course: Course, name: str, cost_unit: str, budget: float) -> float:
     within = [value for cost, value in series if cost <= budget]
     late = [value for cost, value in series if (1 - LAST) * budget < cost <= budget]
     return float(np.mean(late)) if late else within[-1]
+
+
+def resolution(cut: Cut, name: str, cost_unit: str) -> float:
+    """The smallest difference between two values of a metric in all runs; 0 if it never changed."""
+    values = [value for course in cut.courses.values() for _, value in course.series(name, cost_unit)]
+    gaps = np.diff(sorted(value for value in values if math.isfinite(value)))
+    gaps = gaps[gaps > 1e-9]  # rounding is no difference
+    return float(gaps.min()) if len(gaps) else 0.0
 
 
 def is_flat(course: Course, name: str, cost_unit: str, budget: float) -> bool:
@@ -157,7 +173,7 @@ def summarize(
                 theirs = dict(zip(base["seeds"], base["metrics"][name]["end"], strict=True))
                 mine = zip(entry["seeds"], value["end"], strict=True)
                 paired = [end - theirs[seed] for seed, end in mine if seed in theirs]
-                difference = Interval.of(paired)
+                difference = Interval.of(paired, resolution(budget, name, cost_unit))
                 value["difference"] = {"values": paired, "mean": difference.mean, "half": difference.half}
     return {
         "baseline": comparison.variants[0].label,
@@ -194,11 +210,10 @@ def write(
     """Writes `summary.json` and `report.md` into the comparison's folder, and `curves.png` and `curves-dark.png` if
     there is a curve to draw; `summary["files"]` names what was written."""
     summary = summarize(comparison, metrics, seconds, labels, cost_unit)
-    comparison.out.mkdir(parents=True, exist_ok=True)
     curves = draw(comparison, summary["labels"], comparison.out / "curves.png", cost_unit)
     summary["files"] = [*(file.name for file in curves), "report.md", "summary.json"]
-    (comparison.out / "summary.json").write_text(json.dumps(_finite(summary), indent=1, allow_nan=False))
-    (comparison.out / "report.md").write_text(text(summary) + ("\n![curves](curves.png)\n" if curves else ""))
+    write_text(comparison.out / "summary.json", json.dumps(_finite(summary), indent=1, allow_nan=False))
+    write_text(comparison.out / "report.md", text(summary) + ("\n![curves](curves.png)\n" if curves else ""))
     return summary
 
 
@@ -273,6 +288,8 @@ def _budget(summary: dict[str, Any]) -> list[str]:
         lines.append(f"One seed ({seeds[0]}): it says nothing about chance. Run more with --seeds.")
     else:
         lines.append(f"Mean over seeds {', '.join(map(str, seeds))} with 95 % interval (Student's t).")
+    if 1 < len(seeds) < SEEDS:
+        lines.append(f"{len(seeds)} seeds decide nothing. Run {SEEDS} or more with --seeds.")
     return lines
 
 
@@ -295,12 +312,13 @@ def _verdict(variant: dict[str, Any], base: dict[str, Any], metric: str) -> str:
     difference = variant["metrics"][metric]["difference"]
     interval = Interval(difference["mean"], difference["half"], len(difference["values"]))
     if all(variant["collapsed"]) and all(base["collapsed"]) and interval.mean == 0:
-        return f"{interval}, both have collapsed."
-    if math.isnan(interval.half):
-        return f"{interval}."
-    if abs(interval.mean) > interval.half:
-        return f"{interval}, more than chance over these seeds."
-    return f"{interval}, no significant difference from chance with these seeds."
+        return "0, both have collapsed."
+    if interval.n < SEEDS:
+        return f"{interval}, {'one seed decides' if interval.n == 1 else f'{interval.n} seeds decide'} nothing."
+    low, high = interval.mean - interval.half, interval.mean + interval.half
+    if verdict_of(low, high, "higher") == "no significant difference":
+        return f"{interval}, no significant difference from chance with these seeds."
+    return f"{interval}, more than chance over these seeds."
 
 
 @dataclass(frozen=True)

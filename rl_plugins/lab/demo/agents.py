@@ -15,6 +15,7 @@ from typing import Any
 
 from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import write_text
 from rl_plugins.core.method import Bundle, Method
 from rl_plugins.lab.compare.plan import Variant
 from rl_plugins.lab.demo import environments
@@ -106,10 +107,9 @@ def config(policy: Path, data: Path, long: bool) -> dict[str, Any]:
 def write_data(folder: Path, environment: str) -> None:
     """Episodes to train on and episodes held out."""
     kind = getattr(environments, environment)
-    folder.mkdir(parents=True, exist_ok=True)
     for split, n in (("train", TRAIN_PROMPTS), ("test", TEST_PROMPTS)):
         rows = kind.rows(n, seed=0, split="train" if split == "train" else "held_out")
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_text(folder / f"{split}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _classes(names: Iterable[str]) -> list[type[Method]]:

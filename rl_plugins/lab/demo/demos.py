@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rl_plugins.cards.usage import needs_masked
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import claim
 from rl_plugins.lab.compare.comparison import RunOptions, need_plots, run
 from rl_plugins.lab.compare.plan import Comparison, Variant, make_plan, parse_variants
 from rl_plugins.lab.compare.runs import is_finished
@@ -29,6 +30,7 @@ def headline(options: RunOptions, long: bool) -> None:
     data, console = options.out / "data", Console()
     values = headline.config(policy_path().absolute(), data.absolute(), long)
     if not options.dry_run:
+        claim(options.out, "compare")
         _warm_start(console)
         settings.write_data(data)
     notes = [*headline.NOTES, _size(values), SETS.format(options.out), TOY, *options.notes]
@@ -69,6 +71,7 @@ def demo_trl(methods: Sequence[str], options: RunOptions, long: bool) -> None:
     )
     values = made(path.absolute(), data.absolute(), names, long)
     if not options.dry_run:
+        claim(options.out, "compare")
         _warm_start(console, lambda progress: load(progress=progress))
         settings.write_data(data)
     params = _params(names)
@@ -106,6 +109,7 @@ def _agents(variants: Sequence[Variant], options: RunOptions, long: bool, consol
     data = options.out / "data"
     values = agents.config(agent_policy_path(environment).absolute(), data.absolute(), long)
     if not options.dry_run:
+        claim(options.out, "compare")
         _warm_start(console, lambda progress: load_agent_policy(environment, progress=progress))
         agents.write_data(data, environment)
     params = _params(names) | agents.params(names, environment)
@@ -137,6 +141,7 @@ def _flows(variants: Sequence[Variant], options: RunOptions, long: bool, console
 
     values = flows.config(shape_policy_path().absolute(), long)
     if not options.dry_run:
+        claim(options.out, "compare")
         _warm_start(console, lambda progress: load_shape_policy(progress=progress))
     params = _params(_names(variants))
     size = (
@@ -202,13 +207,10 @@ def demo_verl(methods: Sequence[str], options: RunOptions, long: bool) -> None:
         f"Settings of every run: `{options.out / 'runs'}/*/command.json`.",
         TOY,
     ]
-    if len(options.seeds) < 3:
-        notes.append(
-            "Fewer than 3 seeds tell only very large differences apart: --seeds 5 takes longer and tells more."
-        )
     comparison = make_plan(host, variants, options.seeds, options.out, params, notes)
     waiting = sum(not is_finished(planned) for planned in comparison.runs)
     if not options.dry_run:
+        claim(options.out, "compare")
         _warm_start(console)
         verl_data.write(data)
         if waiting:

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from rl_plugins.core.files import whole
 from rl_plugins.core.method import Bundle
 from rl_plugins.lab.compare.plan import CONFIG, LOG_VARIABLE, Comparison, Variant
 from rl_plugins.runtime import registry
@@ -99,7 +100,8 @@ def draw_samples(comparison: Comparison, path: Path) -> None:
         axes.imshow(matplotlib.image.imread(file), interpolation="nearest")
         axes.set_title(title, loc="left")
         axes.axis("off")
-    figure.savefig(path, dpi=100)
+    with whole(path) as part:
+        figure.savefig(part, dpi=100)
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.cards.card_file import card_file
+from rl_plugins.core.files import write_text
 from rl_plugins.core.method import Bundle
 from rl_plugins.core.params import build_params
 from rl_plugins.runtime import registry
@@ -143,10 +144,9 @@ def write_data(folder: Path) -> Path:
     """Prompts to train on and prompts held out, as files `datasets` reads without any hub."""
     from rl_plugins.lab.demo.tasks import build_rows
 
-    folder.mkdir(parents=True, exist_ok=True)
     for split, n in (("train", TRAIN_PROMPTS), ("test", TEST_PROMPTS)):
         rows = build_rows(n, seed=0, split="train" if split == "train" else "held_out")
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_text(folder / f"{split}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 

@@ -9,6 +9,7 @@ import argparse
 import shutil
 from pathlib import Path
 
+from rl_plugins.core.files import claim, write_text
 from rl_plugins.lab.demo.settings import write_data
 
 FOLDER = "laptop-run"
@@ -72,7 +73,7 @@ def write(folder: Path) -> Path:
     write_data(folder / "data")
     shutil.copytree(load_policy(), folder / "policy", dirs_exist_ok=True)
     config = folder / "run.yaml"
-    config.write_text(CONFIG.replace(FOLDER, folder.as_posix()))
+    write_text(config, CONFIG.replace(FOLDER, folder.as_posix()))
     return config
 
 
@@ -82,7 +83,9 @@ def main() -> None:
         description="Write the demo's policy, its tasks and a config of `rl-plugins trl grpo` that runs on a CPU.",
     )
     parser.add_argument("folder", type=Path, help="folder for policy, tasks and config")
-    config = write(parser.parse_args().folder)
+    folder = parser.parse_args().folder
+    claim(folder, "demo")
+    config = write(folder)
     print(f"Written: {config}. Run it: rl-plugins trl grpo --config {config}")
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rl_plugins.core.files import claim, whole
 from rl_plugins.lab.compare.verl import quoted
 from rl_plugins.lab.demo import rewards
 from rl_plugins.lab.demo.settings import (
@@ -50,7 +51,6 @@ def write(folder: Path) -> Path:
 
     from rl_plugins.lab.demo.tasks import build_rows
 
-    folder.mkdir(parents=True, exist_ok=True)
     for name, split, n in (("train", "train", TRAIN_PROMPTS), ("test", "held_out", TEST_PROMPTS)):
         rows = [
             {
@@ -62,7 +62,8 @@ def write(folder: Path) -> Path:
             }
             for index, row in enumerate(build_rows(n, seed=0, split=split))
         ]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
+        with whole(folder / f"{name}.parquet") as part:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), part)
     return folder
 
 
@@ -250,6 +251,7 @@ def main() -> None:
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="methods to train with")
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps (default: %(default)s)")
     arguments = parser.parse_args()
+    claim(arguments.folder, "demo")
     data = write(arguments.folder / "data")
     lines = overrides(data, load_policy(), arguments.folder, methods=arguments.methods, steps=arguments.steps)
     print("\n".join(lines))

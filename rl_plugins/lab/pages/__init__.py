@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rl_plugins.cards.catalog import plugins
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import write_text
 from rl_plugins.lab.bench import page as bench
 from rl_plugins.lab.bench.method_page import method_page
 from rl_plugins.lab.bench.published import methods_run
@@ -74,5 +75,5 @@ def write(root: Path, dry: bool = False) -> list[str]:
     new = {page: make(old[page]) for page, make in made.items()}
     stale = [page for page in made if new[page] != old[page]]
     for page in stale if not dry else ():
-        (root / page).write_text(new[page], encoding="utf-8")
+        write_text(root / page, new[page])
     return stale

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import claim
 from rl_plugins.lab.viewer.folder import TraceFolder
 from rl_plugins.lab.viewer.summary import batch_summary
 from rl_plugins.lab.viewer.trees import tree_of
@@ -33,7 +33,6 @@ FILES = (
     *(f"vendor/{name}" for name in VENDORED),
     *(f"vendor/{name}-LICENSE.txt" for name in ("htm", "preact", "uplot", "diff")),
 )
-MARK = ".rl-plugins-page"  # says that the folder is a page, and may be replaced
 OTHER = "other"
 LONGEST_TOKEN = 200  # characters of a token's text
 # columns of a row that the page has from elsewhere
@@ -73,14 +72,9 @@ def write_page(trace: TraceFolder, out: Path, other: TraceFolder | None = None) 
     Raises:
         ConfigError: the folder has files and is no page. Nothing in it is changed.
     """
-    if out.exists() and not (out / MARK).is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is no page that `inspect` wrote, and it is not empty. Give a new or empty folder.")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / MARK).touch()
+    claim(out, "page")
+    (out / FILES[0]).unlink(missing_ok=True)
     shutil.rmtree(out / "data", ignore_errors=True)
-    for name in FILES:
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(STATIC / name, out / name)
     for run, prefix in ((trace, ""), *(((other, f"{OTHER}/"),) if other else ())):
         data = out / "data" / prefix
         data.mkdir(parents=True)
@@ -95,6 +89,9 @@ def write_page(trace: TraceFolder, out: Path, other: TraceFolder | None = None) 
                 text = _group(run, rows, f"{prefix}b{number}/g{group}")
                 (folder / f"g{group}.js").write_text(text, encoding="ascii")
             yield number
+    for name in reversed(FILES):  # index.html last: a page that can be opened is whole
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(STATIC / name, out / name)
 
 
 def _name(trace: TraceFolder) -> str:

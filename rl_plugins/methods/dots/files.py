@@ -12,6 +12,7 @@ import torch
 
 from rl_plugins import ConfigError
 from rl_plugins.core.errors import shortened
+from rl_plugins.core.files import whole, write_text
 from rl_plugins.methods.dots.predictor import Adapter
 
 FINGERPRINT = "dataset"  # key of the metadata
@@ -31,10 +32,12 @@ def save_embeddings(path: str | Path, embeddings: Any, fingerprint: str) -> None
 
     path, values = Path(path), torch.as_tensor(embeddings)
     if path.suffix == ".safetensors":
-        save_file({"embeddings": values.contiguous()}, path, {FINGERPRINT: fingerprint})
+        with whole(path) as part:
+            save_file({"embeddings": values.contiguous()}, part, {FINGERPRINT: fingerprint})
     elif path.suffix == ".npy":
-        np.save(path, values.numpy(), allow_pickle=False)
-        _beside(path).write_text(json.dumps({FINGERPRINT: fingerprint}))
+        with whole(path) as part:
+            np.save(part, values.numpy(), allow_pickle=False)
+        write_text(_beside(path), json.dumps({FINGERPRINT: fingerprint}))
     else:
         raise ConfigError(f"the file for embeddings is {shortened(str(path))}; it must end in .safetensors or .npy.")
 
@@ -94,7 +97,8 @@ def save_adapter(path: str | Path, adapter: Adapter) -> None:
     from safetensors.torch import save_file
 
     tensors = {name: value.contiguous() for name, value in adapter.state_dict().items()}
-    save_file(tensors, path, {"size": str(adapter.size), "hidden": str(adapter.hidden)})
+    with whole(path) as part:
+        save_file(tensors, part, {"size": str(adapter.size), "hidden": str(adapter.hidden)})
 
 
 def load_adapter(path: str | Path, size: int) -> Adapter:

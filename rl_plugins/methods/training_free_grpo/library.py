@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from rl_plugins import ConfigError
 from rl_plugins.core.errors import shortened
+from rl_plugins.core.files import write_text
+from rl_plugins.kit.texts import read_json
 
 FORMAT = 1
 CHARACTERS = 16  # a word of a text may have on average
@@ -30,7 +32,7 @@ def parse_operations(reply: str) -> list[dict[str, Any]]:
     Raises:
         ValueError: the reply is not JSON, or not a list.
     """
-    found = json.loads(reply.split("```json")[-1].split("```")[0])
+    found = read_json(reply.split("```json")[-1].split("```")[0])
     if not isinstance(found, list):
         raise ValueError(f"the JSON is a {type(found).__name__}, not a list.")
     return [
@@ -65,8 +67,9 @@ def within(operations: Sequence[Operation], max_words: int) -> list[dict[str, An
 
 def parse_experiences(reply: str) -> str:
     """What stands between <Experiences> and </Experiences>; empty without them."""
-    found = re.search(r"<Experiences>(.*?)</Experiences>", reply, re.IGNORECASE | re.DOTALL)
-    return found[1].strip() if found else ""
+    inside = re.split("<Experiences>", reply, maxsplit=1, flags=re.IGNORECASE)[1:]
+    found = [part for text in inside for part in re.split("</Experiences>", text, maxsplit=1, flags=re.IGNORECASE)]
+    return found[0].strip() if len(found) == 2 else ""
 
 
 # ---- what is shown
@@ -169,8 +172,6 @@ def write_library(path: str | os.PathLike[str], experiences: Experiences, batche
         batches: generation batches it was learned from.
         variant: that wrote it.
     """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "format": FORMAT,
         "method": "training_free_grpo",
@@ -178,9 +179,7 @@ def write_library(path: str | os.PathLike[str], experiences: Experiences, batche
         "step": batches,
         "experiences": dict(experiences),
     }
-    scratch = target.with_name(f"{target.name}.writing")
-    scratch.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(scratch, target)
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_library(path: str | os.PathLike[str], max_words: int | None = None) -> dict[str, str]:

@@ -1,0 +1,110 @@
+"""Files that are whole or not there, folders that are ours, and logs whose last line was cut off."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_plugins.core.errors import ConfigError
+
+
+@contextlib.contextmanager
+def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A path to write to. It gets the name `path` when the block has ended well; folders are made.
+
+    A process that is killed in the block leaves what was there before, and a hidden file that the next write replaces.
+    """
+    target = Path(os.path.realpath(path))  # a link stays a link
+    if target.exists() and not target.is_file():  # /dev/stdout; a folder makes the write fail
+        yield target
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.stem}.part{target.suffix}")
+    try:
+        yield part
+        os.replace(part, target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """A text file in UTF-8, whole or not at all."""
+    with whole(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A hidden folder to write to. It gets the name `path`, which must not exist or be an empty folder, when the block
+    has ended well. What a killed process left of one is removed first.
+
+    Raises:
+        ConfigError: another process is writing it.
+    """
+    from filelock import FileLock, Timeout
+
+    hidden = path.absolute().with_name(f".{path.absolute().name}.part")
+    hidden.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(hidden / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(f"Another process is writing {path}. Wait for its end, or give another folder.") from None
+    try:
+        for left in hidden.iterdir():
+            if left.name != ".lock":
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        yield hidden
+        (hidden / ".lock").unlink()
+        os.replace(hidden, path)
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+    finally:
+        lock.release()
+
+
+def claim(folder: Path, kind: str) -> None:
+    """Makes a folder that a command may fill and empty: a new one, an empty one, or one that it made before.
+
+    Args:
+        kind: word in the name of the file that marks it.
+
+    Raises:
+        ConfigError: the folder has other files, or cannot be made. Nothing in it is changed.
+    """
+    mark = folder / f".rl-plugins-{kind}"
+    try:
+        if folder.exists() and not mark.is_file() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(
+                f"{folder} is not empty, and no earlier command made it for this (it has no {mark.name}). Nothing in "
+                f"it was changed. Give a new or empty folder."
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as e:
+        raise ConfigError(f"The folder {folder} cannot be written: {e.strerror or e}. Give another one.") from None
+
+
+def json_lines(file: str | os.PathLike[str]) -> list[Any]:
+    """The lines of a file of JSON that grows; a last one that is not whole is left out: a process was killed in it, or
+    is writing it. Empty if there is no file.
+
+    Raises:
+        ValueError: another line is no JSON.
+    """
+    try:
+        lines = Path(file).read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    last = lines.pop()
+    found = [json.loads(line) for line in lines if line.strip()]
+    with contextlib.suppress(ValueError):  # UnicodeDecodeError is one
+        found.append(json.loads(last))
+    return found
