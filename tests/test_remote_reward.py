@@ -131,7 +131,7 @@ def test_verls_form(server: Rewards) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"url": "rewards:8000"}, "Give one such as http://"),
+        ({"url": "rewards:8000"}, "such as http://"),
         ({"timeout": 0}, "timeout"),
         ({"columns": "answer"}, "`columns` of remote_reward names answer. The dataset has: level"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
 import contextlib
 import json
 import math
@@ -25,6 +24,7 @@ from waiting import HANG, NEVER, SOON, Stuck
 
 from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.kit import services, threads
+from rl_plugins.kit.http import Web
 from rl_plugins.kit.services import (
     ChatEndpoint,
     Endpoint,
@@ -518,16 +518,6 @@ def test_endpoint_is_refused_before_it_is_called(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     with raises(ConfigError, match="NO_SUCH_KEY"):
         Endpoint("http://h/v1", "m", "{a}", api_key_env="NO_SUCH_KEY")
-    real = builtins.__import__
-
-    def without_httpx(name: str, *args: Any) -> Any:
-        if name == "httpx":
-            raise ImportError(name)
-        return real(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", without_httpx)
-    with raises(ConfigError, match="pip install httpx"):
-        Endpoint("http://h/v1", "m", "{a}")
 
 
 def test_fill_and_prompt_text() -> None:
@@ -878,6 +868,35 @@ def test_an_exit_without_a_text_is_a_failure_at_once() -> None:
 
     (failure,) = Service(function, "the judge", retries=0, timeout=60).ask([1], strict=False)
     assert failure.error == "RuntimeError: Exit: <Exit whose text cannot be made>"
+
+
+# ---- what messages must not repeat
+
+
+@pytest.mark.parametrize("status", [401, 503, 200])
+def test_a_server_that_echoes_the_key_does_not_put_it_into_an_error(
+    server: Server, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-very-secret-key")
+    server.replies = [(status, {"you sent": "Bearer sk-very-secret-key"})]
+    endpoint = ChatEndpoint(server.url, "m", api_key_env="JUDGE_KEY")
+    with pytest.raises((MethodError, OSError, ValueError)) as error:
+        endpoint("x")
+    assert "very-secret" not in str(error.value) and "you sent" in str(error.value)
+
+
+def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
+    for url in ("http://user:pass1@host/v1", "https://pass1@host:80"):
+        with raises(ConfigError, match="password") as error:
+            ChatEndpoint(url, "m")
+        assert "pass1" not in str(error.value) and "host" in str(error.value)
+
+
+def test_a_reply_is_read_up_to_its_limit(server: Server) -> None:
+    server.replies = [(200, {"big": "x" * 5000})]
+    assert Web(server.url, most=6000).post(json={}).status == 200
+    with pytest.raises(ValueError, match="more than 4000 bytes"):
+        Web(server.url, most=4000).post(json={})
 
 
 # ---- media

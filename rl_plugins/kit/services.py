@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 from rl_plugins.core.errors import ConfigError, MethodError, shortened, shown
+from rl_plugins.kit.http import Web
 from rl_plugins.kit.threads import Threads
 
 if TYPE_CHECKING:
@@ -293,7 +294,7 @@ class ChatEndpoint:
         timeout: seconds of one request, so that it ends by itself.
 
     Raises:
-        ConfigError: httpx is not installed, the URL is none, or the variable is not set.
+        ConfigError: the URL is none or has a password, or the variable is not set.
     """
 
     def __init__(
@@ -306,15 +307,8 @@ class ChatEndpoint:
         max_tokens: int = 1024,
         timeout: float = 60.0,
     ) -> None:
-        try:
-            import httpx
-        except ImportError:
-            raise ConfigError("An endpoint is called with httpx, which is not installed: pip install httpx.") from None
-        if not re.match("https?://.", url):
-            raise ConfigError(f"The endpoint is {shown(url)}; it must be a URL such as http://localhost:8000/v1.")
-        self.url = f"{url.rstrip('/')}/chat/completions"
+        self._web = Web(url, api_key_env, timeout)
         self.options = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
-        self._client = httpx.Client(headers=bearer(api_key_env), timeout=timeout)  # may be used from several threads
 
     def __call__(self, content: str, **options: Any) -> str:
         """The reply to a user message with this content; empty if the server gives none.
@@ -324,38 +318,15 @@ class ChatEndpoint:
 
         Raises:
             MethodError: the server refuses the request as such (status 4xx), so that trying again is no use.
-            ValueError: what it answers is no chat completion.
+            OSError: it cannot be reached, or fails.
+            ValueError: what it answers is no chat completion, or too long.
         """
         messages = [{"role": "user", "content": content}]
-        reply = self._client.post(self.url, json={**self.options, **options, "messages": messages})
-        if 400 <= reply.status_code < 500 and reply.status_code not in (408, 409, 425, 429):
-            raise MethodError(
-                f"{self.url} refuses the request with status {reply.status_code}: {shortened(reply.text)}."
-            )
-        reply.raise_for_status()
+        reply = self._web.post("/chat/completions", json={**self.options, **options, "messages": messages})
         try:
-            return str(reply.json()["choices"][0]["message"]["content"] or "")
+            return str(json.loads(reply.text)["choices"][0]["message"]["content"] or "")
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-            raise ValueError(f"{self.url} gave no chat completion: {shortened(reply.text)}.") from None
-
-
-def bearer(key_env: str) -> dict[str, str]:
-    """Headers of a request with the key of an environment variable; none without a variable.
-
-    Raises:
-        ConfigError: the variable is not set, or holds what is no key.
-    """
-    if not key_env:
-        return {}
-    key = os.environ.get(key_env, "").strip()  # a file often ends with a line break
-    if not key:
-        raise ConfigError(f"The environment variable {key_env}, which should hold the key, is not set.")
-    if not (key.isascii() and key.isprintable()):  # without the key, which messages must not repeat
-        raise ConfigError(
-            f"The environment variable {key_env} holds characters that no key has (a line break, or letters beyond "
-            f"ASCII). Set it to the key alone."
-        )
-    return {"Authorization": f"Bearer {key}"}
+            raise ValueError(f"{self._web.url} gave no chat completion: {self._web.said(reply.text)}.") from None
 
 
 Reply = Literal["marked", "json", "last"]

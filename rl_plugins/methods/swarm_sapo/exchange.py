@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from rl_plugins import ConfigError
 from rl_plugins.core.errors import shown
-from rl_plugins.kit.services import bearer
+from rl_plugins.kit.http import bearer
 
 MOST_NAMES = 16 << 20  # bytes of a listing that are read
 _HTTP = re.compile("https?://.")

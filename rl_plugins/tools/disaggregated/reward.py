@@ -28,9 +28,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from rl_plugins.core.errors import ConfigError, MethodError, shortened, shown
+from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.params import MethodParams, build_params, param
-from rl_plugins.kit.services import Failure, Service, bearer, number, prompt_text
+from rl_plugins.kit.http import Web
+from rl_plugins.kit.services import Failure, Service, number, prompt_text
 
 
 @dataclass(frozen=True)
@@ -113,16 +114,9 @@ class _Client:
     """One service per set of parameters, so that all rows share its limit of requests."""
 
     def __init__(self, params: RemoteParams) -> None:
-        import httpx
-
-        if not params.url.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"`url` of remote_reward is {shown(params.url)}. Give one such as http://rewards:8000/score."
-            )
         self.params = params
         self.names = [name.strip() for name in params.columns.split(",") if name.strip()]
-        limits = httpx.Limits(max_connections=params.concurrency)
-        self._http = httpx.Client(headers=bearer(params.api_key_env), timeout=params.timeout, limits=limits)
+        self._web = Web(params.url, params.api_key_env, params.timeout, params.concurrency)
         self._service = Service(
             self._post,
             "the reward service",
@@ -165,13 +159,7 @@ class _Client:
     def _post(self, request: dict[str, Any]) -> Any:
         content = json.dumps(request, default=str)
         headers = {"Content-Type": "application/json", "Idempotency-Key": request["id"]}
-        reply = self._http.post(self.params.url, content=content, headers=headers)
-        if 400 <= reply.status_code < 500 and reply.status_code not in (408, 409, 425, 429):
-            raise MethodError(
-                f"{self.params.url} refuses the request with status {reply.status_code}: {shortened(reply.text)}."
-            )
-        reply.raise_for_status()
-        answer = reply.json()
+        answer = json.loads(self._web.post(content=content, headers=headers).text)
         return answer.get("reward") if isinstance(answer, dict) else answer
 
 
