@@ -228,6 +228,31 @@ def test_a_single_function_is_not_shown_twice(tmp_path):
     assert report.found_metrics(c) == ["eval_reward", "reward"]
 
 
+def test_the_same_difference_of_one_step_in_every_seed_is_within_chance(tmp_path):
+    """Right answers among 64: every seed ends one better. Without the step of the metric the interval would be 0."""
+    c = plan(tmp_path)
+    steps = {s: [k / 64 for k in (20, 23, 25 + s)] for s in c.seeds}
+    fake_logs(c, {"grpo": steps, "mc_grpo": {s: [*v[:2], v[2] + 1 / 64] for s, v in steps.items()}})
+    summary = report.summarize(c, ["reward"])
+    difference = summary["variants"]["mc_grpo"]["metrics"]["reward"]["difference"]
+    assert difference["half"] == pytest.approx(4.302653 / 64 / math.sqrt(3)) and difference["mean"] == pytest.approx(
+        1 / 64
+    )
+    assert "more than chance" not in report.text(summary)
+    far = {s: [*v[:2], v[2] + 20 / 64] for s, v in steps.items()}
+    fake_logs(c, {"grpo": steps, "mc_grpo": far})
+    assert "more than chance" in report.text(report.summarize(c, ["reward"]))
+
+
+def test_two_seeds_have_no_verdict(tmp_path):
+    c = plan(tmp_path, seeds=[0, 1])
+    fake_logs(
+        c, {"grpo": {s: [0.1] * 10 for s in (0, 1)}, "mc_grpo": {s: [0.1, *[0.9 + s / 1000] * 9] for s in (0, 1)}}
+    )
+    text = report.text(report.summarize(c, ["reward"]))
+    assert "chance" not in text and text.count("2 seeds decide nothing") == 2
+
+
 def test_collapsed_variants_are_called_that(tmp_path):
     c = plan(tmp_path, ["mc_grpo", "gdpo"])
     zero = {s: [0.3, 0.1, *[0.0] * 28] for s in c.seeds}
@@ -235,7 +260,7 @@ def test_collapsed_variants_are_called_that(tmp_path):
     fake_logs(c, {"grpo": zero, "mc_grpo": zero, "gdpo": up})
     text = report.text(report.summarize(c, ["reward"]))
     assert "grpo has collapsed in 3 of 3 runs" in text and "gdpo has collapsed" not in text
-    assert "- mc_grpo, reward, in training: 0.000 ± 0.000, both have collapsed." in text
+    assert "- mc_grpo, reward, in training: 0, both have collapsed." in text
     assert "told apart" not in text and "- gdpo, reward, in training: 2.910 ± 0.025, more than chance" in text
     short = {label: {s: values[:8] for s, values in of.items()} for label, of in (("grpo", zero), ("mc_grpo", zero))}
     fake_logs(c, {**short, "gdpo": {s: up[s][:8] for s in c.seeds}})
