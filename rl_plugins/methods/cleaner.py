@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,12 +10,11 @@ from difflib import SequenceMatcher
 from functools import partial
 from typing import Any, Literal
 
-from rl_plugins import Call, ConfigError, Idle, Method, MethodError, MethodParams, Program, Prompt, Trajectory, param
+from rl_plugins import Call, ConfigError, Idle, Method, MethodError, Program, Prompt, Trajectory, param
 from rl_plugins.core.params import GIVEN, above
-from rl_plugins.core.redundancy import independent
 from rl_plugins.core.requests import Kind
-from rl_plugins.kit.agents import Episode, act, finish, generate, open_episode, reply
-from rl_plugins.kit.agents.environment import check_environment
+from rl_plugins.kit.agents import AgentParams, Episode, Opened, act, episodes, finish, generate, go_on, reply
+from rl_plugins.kit.texts import read_json
 
 PATTERNS = (
     *("ImportError", "ModuleNotFoundError", "SyntaxError", "IndexError", "IndentationError", "NameError", "TypeError"),
@@ -62,7 +59,7 @@ class Cleaner(Method):
 
     Raises:
         ConfigError: no environment, a note that cannot be filled in.
-        MethodError: the environment cannot be copied, or that of no rollout of a prompt can be reset.
+        MethodError: the environment cannot be copied.
 
     Source: arXiv 2601.15141; Tianshi-Xu/Open-CLEANER, verl/verl/experimental/agent_loop/tool_agent_loop.py (commit
     91e40ad7), whose merges the golden cases are.
@@ -79,8 +76,7 @@ class Cleaner(Method):
     idle = (Idle({"retries": 0}, "no call was retried: see cleaner/failed_calls, `errors` and `marker`."),)
 
     @dataclass(frozen=True)
-    class Params(MethodParams):
-        environment: Callable[..., Any] | None = param(None, "class or function that makes an environment; required")
+    class Params(AgentParams):
         gamma: float = param(0.5, "lowest similarity that swaps only the call", ge=0, only_if=_MARKED)
         max_tool_retries: int = param(3, "K, most retries of a turn; 0: nothing is repaired", ge=0)
         rollback_probability: float = param(1.0, "probability of repairs in a rollout", ge=0, le=1, only_if=_SWITCHED)
@@ -96,18 +92,9 @@ class Cleaner(Method):
         copy_environment: bool = param(False, "copies of the environment before each call", only_if=_ROLLED_BACK)
         note: str = param(NOTE, "text added to the error, with {retries}", only_if=_NOTED)
         max_turns: int = param(16, "most turns of the agent", ge=1)
-        turn_tokens: int | None = param(None, "most tokens of a turn; none: the room left in the completion", ge=1)
-        timeout: float = param(60.0, "time limit of one call of the environment, in seconds", gt=0)
-        role: str = param("user", "role of the messages with the environment's replies")
 
         def check(self) -> None:
-            if self.environment is None:
-                raise ConfigError(
-                    "`environment` is not given. Give a class or function without arguments that "
-                    "makes an environment, as module:attribute (the demo's: "
-                    "rl_plugins.lab.demo.environments:Calculator)."
-                )
-            check_environment(self.environment)
+            super().check()
             try:
                 self.note.format(retries=2)
             except (KeyError, IndexError, ValueError, AttributeError) as e:
@@ -117,48 +104,20 @@ class Cleaner(Method):
                 ) from None
 
     def rollout(self, prompt: Prompt) -> Program:
-        trajectories = yield from independent(prompt, lambda number: self._episode(prompt, number))
-        if not trajectories:
-            raise MethodError("none of the environments of a prompt's rollouts could be reset; see the warnings above.")
+        p = self.params
+
+        def play(episode: Episode, number: int, opened: Opened) -> Generator[Any, Any, Trajectory]:
+            book = _Book(opened, off=bool(prompt.rng("rollback", number).random() >= p.rollback_probability))
+            while not episode.stop:
+                turn = yield from generate(episode.trajectory, p.turn_tokens)
+                episode, note = yield from self._take(prompt, episode, turn, book)
+                episode = go_on(prompt, episode, p.max_turns, note, p.role)
+            return (yield from finish(episode, p.timeout, error_types=list(book.error_types), **book.counts))
+
+        trajectories = yield from episodes(self, prompt, play)
         if prompt.training:
             self._report(trajectories)
         return trajectories
-
-    def _episode(self, prompt: Prompt, number: int) -> Generator[Any, Any, Trajectory | None]:
-        """One rollout; None if its environment cannot be reset."""
-        p = self.params
-        book = _Book(off=bool(prompt.rng("rollback", number).random() >= p.rollback_probability))
-        book.environments.append(p.environment())
-        try:
-            try:
-                episode = yield from open_episode(prompt, book.environments[0], p.timeout)
-            except MethodError as e:
-                self.warn(f"a rollout is left out, {e}")
-                return None
-            stop = ""
-            while not stop:
-                turn = yield from generate(episode.trajectory, p.turn_tokens)
-                if len(turn) == len(episode.trajectory):
-                    stop = "length" if turn.finish == "length" else "aborted"
-                    break
-                episode, note = yield from self._take(prompt, episode, turn, book)
-                if episode.done:
-                    stop = "error" if episode.broken else "done"
-                elif book.too_long:
-                    stop = "length"
-                elif episode.turns >= prompt.turns(p.max_turns):
-                    stop = "limit"
-                else:
-                    following = reply(prompt, episode, note, p.role)
-                    if prompt.room(following.trajectory):
-                        episode = following
-                    else:
-                        stop = "length"
-            made = finish(episode, stop_reason=stop, error_types=list(book.error_types), **book.counts)
-            return replace(made, finish="length") if stop == "length" else made
-        finally:
-            for environment in book.environments:
-                environment.close()
 
     def _take(
         self, prompt: Prompt, episode: Episode, turn: Trajectory, book: _Book
@@ -172,6 +131,8 @@ class Cleaner(Method):
         Returns:
             The episode after the turn, as it will be trained, and a note to the agent.
         """
+        if len(turn) == len(episode.trajectory):
+            return (yield from act(prompt, episode, turn)), ""
         attempt, retries = _Attempt(episode, turn), 0
         while True:
             after, wrong, backup = yield from self._execute(prompt, attempt, book, first=retries == 0)
@@ -189,12 +150,10 @@ class Cleaner(Method):
             else:  # the error and the turn without a call stay as they were sampled
                 self._give_up(0, book)
                 if not prompt.room(error.trajectory):
-                    book.too_long = True
-                    return after, ""
+                    return replace(after, stop=after.stop or "length"), ""
                 attempt, retries = _Attempt(error, _joined(error.trajectory, other)), 0
             fits = min(prompt.max_tokens, prompt.max_context - len(attempt.turn.prompt))
             if len(attempt.turn) > fits:
-                book.too_long = True
                 return attempt.cut(fits), ""
 
     def _is_call(self, prompt: Prompt, tokens: Sequence[int]) -> bool:
@@ -214,7 +173,7 @@ class Cleaner(Method):
             backup = yield from self._copy(attempt.episode.environment, book)
         after = yield from act(prompt, attempt.episode, attempt.turn, p.timeout)
         if backup is not None and after.broken:
-            after = replace(after, environment=backup, broken="")
+            after = replace(after, environment=backup, broken="", stop="")
         wrong = self._error(after) if is_call else ""
         if first:
             book.count(calls=is_call, failed_calls=bool(wrong))
@@ -266,14 +225,13 @@ class Cleaner(Method):
         return error_type(said.text, p.success_marker, p.patterns) or ""
 
     def _copy(self, environment: Any, book: _Book) -> Generator[Any, Any, Any]:
-        name = type(environment).__name__
-        called = yield Call(copy.deepcopy, (environment,), self.params.timeout, f"the copy of the environment {name}")
+        name, copied = type(environment).__name__, partial(copy.deepcopy, environment)
+        called = yield Call(book.opened.make, (copied,), self.params.timeout, f"the copy of the environment {name}")
         if called.error:
             raise MethodError(
                 f"the environment {name} cannot be copied with copy.deepcopy ({called.error}). Give it a __deepcopy__, "
                 f"or set `copy_environment` to false, which is right where a failed call changes nothing."
             )
-        book.environments.append(called.value)
         return called.value
 
     def _report(self, trajectories: Sequence[Trajectory]) -> None:
@@ -298,16 +256,14 @@ class _Book:
     """What happened in one rollout so far.
 
     Args:
+        opened: its environments, copies too.
         off: nothing is repaired any more.
         attempts: calls made, retries counted.
-        too_long: a turn did not fit.
-        environments: all that must be closed.
     """
 
+    opened: Opened
     off: bool
     attempts: int = 0
-    too_long: bool = False
-    environments: list[Any] = field(default_factory=list)
     error_types: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
 
@@ -340,7 +296,7 @@ class _Attempt:
     def cut(self, fits: int) -> Episode:
         """The episode with as much of the turn as fits, which the environment does not take."""
         cut = self.turn.cut(fits).turn(self.start, self.episode.anchor, valid=False)
-        return replace(self.episode, trajectory=cut, turns=self.episode.turns + 1)
+        return replace(self.episode, trajectory=cut, turns=self.episode.turns + 1, stop="length")
 
 
 @dataclass(frozen=True)
@@ -391,9 +347,8 @@ def call_start(tokens: Sequence[int], decode: Callable[[Sequence[int]], str], ma
 
 def code_of(call: str) -> str:
     """The arguments of a call that is written as a JSON object with `arguments`, one per line; else the call."""
-    found = re.search(r"\{.*\}", call, re.DOTALL)
     try:
-        arguments = json.loads(found.group())["arguments"] if found else None
+        arguments = read_json(call[call.find("{") : call.rfind("}") + 1])["arguments"]
     except (ValueError, KeyError, TypeError):
         return call
     if isinstance(arguments, dict):

@@ -30,9 +30,9 @@ def canonical(answer: str) -> str:
     answer = re.sub(r"\\[,;!: ]|[\s$]", "", answer).removesuffix(".")
     if re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?", answer):
         answer = answer.replace(",", "")
-    number = re.fullmatch(r"([+-]?)0*(\d+)(?:\.(\d*))?", answer)
+    number = re.fullmatch(r"([+-]?)(\d+)(?:\.(\d*))?", answer)
     if number:
-        sign, whole, part = number[1], number[2], (number[3] or "").rstrip("0")
+        sign, whole, part = number[1], number[2].lstrip("0") or "0", (number[3] or "").rstrip("0")
         value = whole + (f".{part}" if part else "")
         return f"-{value}" if sign == "-" and value != "0" else value
     return answer

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from rl_plugins.kit.texts import between, read_json
+
 GENERIC = "Error: the call failed. Check the function, its arguments and their values, and try again."
 UNREADABLE = (
     "Error: the tool call could not be parsed. Write it as a JSON object with the fields `name` and `arguments`."
 )
-_TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -38,7 +37,7 @@ def as_calls(value: Any) -> list[ToolCall] | None:
     too, and a call may be inside a field `function`. None if it is something else."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = read_json(value)
         except ValueError:
             return None
     items = [value] if isinstance(value, Mapping) else value
@@ -52,7 +51,7 @@ def as_calls(value: Any) -> list[ToolCall] | None:
         arguments = item.get("arguments", {})
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
+                arguments = read_json(arguments)
             except ValueError:
                 return None
         if not isinstance(arguments, Mapping):
@@ -63,7 +62,7 @@ def as_calls(value: Any) -> list[ToolCall] | None:
 
 def read_calls(text: str) -> list[ToolCall] | None:
     """The calls of an answer: JSON objects in <tool_call> tags, or the whole answer as JSON. None: nothing readable."""
-    tagged = _TAGGED.findall(text)
+    tagged = between(text, "<tool_call>", "</tool_call>")
     if not tagged:
         found = as_calls(text)
         return found or None
@@ -88,9 +87,9 @@ def correctness(calls: Sequence[ToolCall] | None, gold: Sequence[ToolCall]) -> f
     from scipy.optimize import linear_sum_assignment  # takes longer to load than all methods
 
     fits: list[float] = []
-    for name in {c.name for c in calls}:
+    for name in {c.name for c in gold}:
         mine, right = ([c.arguments for c in side if c.name == name] for side in (calls, gold))
-        if right:
+        if mine:
             f1 = np.array([[_pairs_f1(a, b) for b in right] for a in mine])
             fits += f1[linear_sum_assignment(f1, maximize=True)].tolist()
     arguments = sum(fits) / len(fits) if fits else 0.0
@@ -160,7 +159,7 @@ def _schemas(tools: Any) -> dict[str, Mapping[str, Any]]:
     """Parameters of each function, by name; empty if they cannot be read."""
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
+            tools = read_json(tools)
         except ValueError:
             return {}
     found = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 from torch import Tensor, tensor
@@ -12,14 +11,13 @@ from rl_plugins import Call, ConfigError, Generate, Method, MethodParams, Progra
 from rl_plugins.core.errors import shown
 from rl_plugins.core.redundancy import independent
 from rl_plugins.core.requests import Called
+from rl_plugins.kit.texts import between
 from rl_plugins.methods.m_grpo_rollout.params import MGrpoRolloutParams
 from rl_plugins.methods.m_grpo_rollout.team import Team
 from rl_plugins.tools.messages.contracts import Contract
 from rl_plugins.tools.messages.guard import LineageGuard
 from rl_plugins.tools.messages.logs import write_log
 from rl_plugins.tools.messages.metrics import message_density, redundancy
-
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class MGrpoRollout(Method):
@@ -144,4 +142,4 @@ class MGrpoRollout(Method):
 
 def delegated(text: str) -> list[str]:
     """Tasks in <tool_call> tags."""
-    return [task.strip() for task in _CALL.findall(text)]
+    return [task.strip() for task in between(text, "<tool_call>", "</tool_call>")]

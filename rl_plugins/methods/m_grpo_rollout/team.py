@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Generator, Sequence
 from typing import Any
 
 from rl_plugins import Call, Generate, Prompt, Trajectory
 from rl_plugins.core.requests import Called
+from rl_plugins.kit.texts import between
 from rl_plugins.tools.messages.contracts import Contract, Contracts
 from rl_plugins.tools.messages.guard import GuardDecision, LineageGuard
 from rl_plugins.tools.messages.lineage import TAG
-
-_RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
 
 
 class Team:
@@ -150,5 +148,5 @@ async def _checked(
 
 
 def result_of(text: str) -> str:
-    found = _RESULT.findall(text)
+    found = between(text, "<result>", "</result>")
     return found[-1].strip() if found else text

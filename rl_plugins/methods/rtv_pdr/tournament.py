@@ -139,7 +139,7 @@ def parse_vote(reply: Any, size: int) -> int | None:
             named = list(set(re.findall(r"-?\d+", reply)))
             if len(named) != 1:
                 return None
-        reply = int(named[-1])
+        reply = int(named[-1][:20])  # a longer number is no place either
     if isinstance(reply, bool) or not hasattr(reply, "__index__"):
         return None
     place = int(reply) - 1

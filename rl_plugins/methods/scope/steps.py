@@ -16,7 +16,7 @@ def split_steps(text: str, separator: str, least: int, size: Callable[[str], int
     held = ""
     for piece in pieces:
         held += piece
-        if size(held.strip()) >= least:
+        if (piece.strip() or least <= 0) and size(held.strip()) >= least:  # white space makes no step longer
             steps.append(held)
             held = ""
     if held and steps:

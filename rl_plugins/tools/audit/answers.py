@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rl_plugins.kit.texts import between
 from rl_plugins.tools.audit.rows import Row, normal
 
 Kind = Literal["number", "choice", "text"]
@@ -30,11 +31,13 @@ TEMPLATES = (
 
 _NUMBER = re.compile(r"-?\d[\d,]*(\.\d+)?")
 _MOST_CHOICES = 26
-_MARKED = (
-    re.compile(r"\\boxed\{\s*([^{}]*?)\s*\}"),
-    re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL),
-    re.compile(r"####\s*(.+?)\s*(?:\n|$)"),
-    re.compile(r"answer(?: is)?[:\s]+\(?(-?[\w.,/]+?)\)?[.\s]*(?:\n|$)", re.IGNORECASE),
+# Answers that are marked, the surest mark first. `++` takes all there is and gives nothing back, so a pattern that does
+# not match is done in one pass. `canonical` takes white space away.
+_MARKED: tuple[Callable[[str], list[str]], ...] = (
+    re.compile(r"\\boxed\{([^{}]*+)\}").findall,
+    lambda text: between(text, "<answer>", "</answer>"),
+    re.compile(r"####\s*+(.+)").findall,
+    re.compile(r"answer(?: is)?[:\s]++\(?(-?[\w.,/]++)\)?[.\s]*(?:\n|$)", re.IGNORECASE).findall,
 )
 _LONGEST = 64  # characters of a completion that is an answer as a whole
 
@@ -105,9 +108,8 @@ def canonical(answer: str) -> str:
 
 def extract_answer(text: str) -> str | None:
     """The final answer of a completion: what is boxed or marked, else the last number, else a short text as it is."""
-    for pattern in _MARKED:
-        found = pattern.findall(text)
-        if found:
+    for marked in _MARKED:
+        if found := marked(text):
             return canonical(found[-1])
     numbers = [m.group(0) for m in _NUMBER.finditer(text)]
     if numbers:

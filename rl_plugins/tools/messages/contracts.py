@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rl_plugins.core.errors import ConfigError, MethodError, shown
+from rl_plugins.kit.texts import read_json
 from rl_plugins.tools.messages.schemas import KINDS, check_schema, mended, schema_errors
 
 LAYERS = ("reflex", "tactical", "strategic", "institutional")  # fast to slow
@@ -283,8 +284,8 @@ def _read(packet: Any, kind: str | None) -> Any:
     if not isinstance(packet, str) or kind == "string":
         return packet
     try:
-        found = json.loads(packet)
-    except (ValueError, RecursionError):
+        found = read_json(packet)
+    except ValueError:
         return packet
     return found if kind is None or isinstance(found, KINDS[kind]) else packet
 

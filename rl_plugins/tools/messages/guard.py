@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from rl_plugins.tools.messages.rules import Verdict, check_arithmetic, compare_c
 
 Policy = Literal["speed", "balanced", "strict"]
 AT_A_TIME = 8  # claims of a message whose verifier is asked at a time
+_SPACE = re.compile(r"\s*")
 WITHHELD = "[withheld: no claim of this message was released]"
 
 
@@ -403,7 +405,7 @@ def _edited(message: str, claims: list[str], verdicts: list[str]) -> str:
         pieces += [message[at:found], _shown(claim, verdict)]
         at = found + len(claim)
         if verdict == "red":
-            at += len(message[at:]) - len(message[at:].lstrip())
+            at = _SPACE.match(message, at).end()  # type: ignore[union-attr]
     if not in_place:
         pieces = ["\n".join(text for c, v in zip(claims, verdicts, strict=True) if (text := _shown(c, v)))]
     return "".join([*pieces, message[at:] if in_place else ""]).strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any, Literal, get_args
 from rl_plugins.core.errors import MethodError, shown
 
 TAG = "[unverified]"  # before a released claim that nobody verified
+_TAGS = re.compile(rf"\A(?:{re.escape(TAG)}\s*)+")
 Status = Literal["confirmed", "entailed", "unverified", "rejected"]
 
 
@@ -131,6 +133,4 @@ class Lineage:
 def key(text: str) -> str:
     """A text without case, runs of white space, end marks and the tag: equal for claims with the same words."""
     words = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-    while words.startswith(TAG):
-        words = words[len(TAG) :].lstrip()
-    return words.strip(" .!?;,*-")
+    return _TAGS.sub("", words).strip(" .!?;,*-")

@@ -11,12 +11,13 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Literal
 
+from rl_plugins.kit.texts import read_json
 from rl_plugins.tools.messages.lineage import key
 
 Verdict = Literal["green", "yellow", "red"]
 VERDICTS: dict[str, Verdict] = {"green": "green", "yellow": "yellow", "red": "red"}
 
-_END = re.compile(r"(?<=[.!?])\s+|\s*\n\s*")
+_END = re.compile(r"\n|(?<=[.!?])\s+")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _NOT = re.compile(r"\b(?:not|no|never|cannot)\b|n't\b|n’t\b")
 _OPERATIONS: dict[type, Any] = {
@@ -124,8 +125,8 @@ def _object(text: str) -> Mapping[str, Any] | None:
     if not text.lstrip().startswith("{"):
         return None
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = read_json(text)
+    except ValueError:
         return None
     return found if isinstance(found, dict) and found else None
 
