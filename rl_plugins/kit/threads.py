@@ -6,13 +6,16 @@ One that never returns costs its time-out and no more, until too many of them ho
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
+import contextlib
 import inspect
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from rl_plugins.core.errors import MethodError, shortened
 from rl_plugins.core.requests import Call, Called
@@ -96,11 +99,34 @@ def run_calls(calls: Sequence[Call]) -> list[Called]:
     return results
 
 
+_at_a_time: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
 async def run_call(call: Call) -> Called:
-    """One call from a coroutine, which is not blocked."""
-    future = asyncio.wrap_future(start_call(call))
-    done, _ = await asyncio.wait({future}, timeout=call.timeout)
+    """One call from a coroutine, which is not blocked. The others of its event loop wait where too many go at a time;
+    the time limit runs from the start of the call."""
+    async with _at_a_time.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_calls.concurrency)):
+        future = asyncio.wrap_future(start_call(call))
+        done, _ = await asyncio.wait({future}, timeout=call.timeout)
     return future.result() if done else _late(call)
+
+
+_left: list[tuple[concurrent.futures.Future[Called], float]] = []  # calls nobody waits for, and their time limits
+
+
+def leave_call(call: Call) -> None:
+    """Starts a call from where nobody can wait for it, because a program is being closed. `await_left` does later."""
+    if len(_left) >= _calls.concurrency:
+        await_left()
+    with contextlib.suppress(MethodError):  # too many hang: the next call of a program says so
+        _left.append((start_call(call), call.timeout))
+
+
+@atexit.register
+def await_left() -> None:
+    """Waits for the calls of `leave_call`, for all at the same time, each within its time limit."""
+    left, _left[:] = list(_left), []
+    _wait(left)
 
 
 def start_call(call: Call) -> concurrent.futures.Future[Called]:
@@ -108,12 +134,17 @@ def start_call(call: Call) -> concurrent.futures.Future[Called]:
 
     def called() -> Called:
         try:
-            result: Any = call.function(*call.args)
-            return Called(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
+            return Called(answer_of(call.function, *call.args))
         except BaseException as e:  # SystemExit of a tool must not end the thread without an answer
             return Called(error=f"{type(e).__name__}: {shortened(e, LONGEST_ERROR)}")
 
     return _calls.start(called, call.name)
+
+
+def answer_of(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function or a coroutine function answers; in a thread without an event loop."""
+    result = function(*args)
+    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
 
 async def _awaited(value: Any) -> Any:

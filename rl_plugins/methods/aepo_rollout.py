@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from rl_plugins import Call, ConfigError, Generate, Idle, Method, MethodParams, Program, Prompt, Trajectory, param
+from rl_plugins import Call, Generate, Idle, Method, MethodParams, Program, Prompt, param
 from rl_plugins.core.params import above
 from rl_plugins.core.requests import BranchOrigin, Called, Generated, together
-from rl_plugins.kit.agents import Episode, Subprogram, act, finish, open_episode, reply
-from rl_plugins.kit.agents.environment import check_environment
+from rl_plugins.kit.agents import AgentParams, Episode, Opened, Subprogram, act, finish, go_on, open_episode
 
 # where the entropy of a turn has an effect
 _COPIES, _PROBE = {"beam_size": above(1)}, {"probe": True}
@@ -49,11 +48,11 @@ class AepoRollout(Method):
     `aepo_branch` (turns at the copy, None for those from the prompt) in `rollouts.meta`.
 
     Special cases: if an environment cannot be copied (`copy.deepcopy`), missing chains start from the prompt. A chain
-    ends if its environment raises or hangs, at `max_turns`, or if the environment's reply does not fit.
+    ends if its environment raises or hangs, at `max_turns`, or if the environment's reply does not fit. One whose
+    environment cannot be made or reset is a row without tokens and reward (NaN).
 
     Raises:
         ConfigError: no environment.
-        MethodError: an environment cannot be reset.
 
     Source: arXiv 2510.14545, dynamic entropy-balanced rollout; `vllm_rollout_with_tools.py` in
     `AEPO/verl_aepo_entropy/verl/workers/rollout/vllm_rollout` of the authors' code.
@@ -68,8 +67,7 @@ class AepoRollout(Method):
     min_group_size = 2
 
     @dataclass(frozen=True)
-    class Params(MethodParams):
-        environment: Callable[..., Any] | None = param(None, "class or function that makes an environment; required")
+    class Params(AgentParams):
         initial_rollouts: int | None = param(None, "m; none: half of the rollouts", ge=1, only_if={"probe": False})
         probe: bool = param(False, "search for m by a probe, which costs one rollout per prompt")
         probe_tokens: int = param(50, "number of tokens of the probe's short generation", ge=1, only_if=_PROBE)
@@ -82,123 +80,124 @@ class AepoRollout(Method):
         top_logprobs: int = param(10, "number of most likely tokens that the engine reports", ge=1, only_if=_ENTROPY)
         vocabulary: int = param(151_936, "size of the vocabulary (default: Qwen2.5, Qwen3)", ge=2, only_if=_ENTROPY)
         max_turns: int = param(7, "most turns of a chain (default: the authors' 6 tool calls and an answer)", ge=1)
-        turn_tokens: int | None = param(None, "most tokens of one turn; none: the room left in the completion", ge=1)
-        timeout: float = param(60.0, "longest call of the environment, in seconds", gt=0)
-
-        def check(self) -> None:
-            if self.environment is None:
-                raise ConfigError(
-                    "there is no environment to act in. Give the parameter `environment`, a class or function that "
-                    "makes one (the demo's: rl_plugins.lab.demo.environments.calculator:Calculator)."
-                )
-            check_environment(self.environment)
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
         self.needs = frozenset({"chat_template", f"engine:logprobs={self.params.top_logprobs}"})
 
     def rollout(self, prompt: Prompt) -> Program:
-        with ExitStack() as opened:  # closes every environment, copies too, however this ends
-            if not prompt.training:
-                return (yield from self._chains(prompt, opened, prompt.n))
-            m = (yield from self._probe(prompt, opened)) if self.params.probe else self._initial(prompt.n)
-            self.log("initial", m)
-            return (yield from self._chains(prompt, opened, m))
+        opened = Opened(self.params.timeout)
+        return (yield from opened.during(self._whole(prompt, opened)))
+
+    def _whole(self, prompt: Prompt, opened: Opened) -> Subprogram:
+        if not prompt.training:
+            return (yield from self._chains(prompt, opened, prompt.n))
+        m = (yield from self._probe(prompt, opened)) if self.params.probe else self._initial(prompt.n)
+        self.log("initial", m)
+        return (yield from self._chains(prompt, opened, m))
 
     def _initial(self, k: int) -> int:
         given = self.params.initial_rollouts
         return (k + 1) // 2 if given is None else min(given, k)
 
-    def _probe(self, prompt: Prompt, opened: ExitStack) -> Subprogram:
+    def _probe(self, prompt: Prompt, opened: Opened) -> Subprogram:
         """How many chains start from the prompt, from a short generation and one whole rollout."""
         p = self.params
-        chain = yield from self._root(prompt, opened)
+        (chain,) = yield from self._roots(prompt, opened, 1)
+        if chain.episode.stop:
+            return self._initial(prompt.n)
         (short,) = yield Generate(chain.episode.trajectory, max_tokens=p.probe_tokens, top=p.top_logprobs)
-        turns, goes_on = [], True
-        while goes_on:
-            chain, goes_on = yield from self._turn(prompt, chain)
+        turns = []
+        while not chain.episode.stop:
+            chain = yield from self._turn(prompt, chain)
             turns.append(chain.entropy)
         return initial_rollouts(prompt.n, self._entropy(short), sum(turns) / len(turns), p.probe_weight)
 
-    def _chains(self, prompt: Prompt, opened: ExitStack, m: int) -> Subprogram:
+    def _chains(self, prompt: Prompt, opened: Opened, m: int) -> Subprogram:
         """All chains of a prompt, in the order they ended; m start at once."""
         p, rng = self.params, prompt.rng("branch")
-        active: list[_Chain] = yield from together([self._root(prompt, opened) for _ in range(m)])
-        active = [replace(chain, number=k) for k, chain in enumerate(active)]
+        new: list[_Chain] = yield from self._roots(prompt, opened, m)
+        active: list[_Chain] = []
         ended: list[_Chain] = []
-        made, streak, branches, entropies, attempts = m, 0, 0, [], []
+        made, streak, branches, entropies, attempts = 0, 0, 0, [], []
         copies = True
-        while active:
+        while True:
+            new = [replace(chain, number=made + k) for k, chain in enumerate(new)]
+            made += len(new)
+            ended += [chain for chain in new if chain.episode.stop]
+            active += [chain for chain in new if not chain.episode.stop]
+            if not active and made == prompt.n:
+                break
             moved = yield from together([self._turn(prompt, chain) for chain in active])
-            entropies += [chain.entropy for chain, _ in moved]
-            ended += [chain for chain, goes_on in moved if not goes_on]
-            active = [chain for chain, goes_on in moved if goes_on]
+            entropies += [chain.entropy for chain in moved]
+            ended += [chain for chain in moved if chain.episode.stop]
+            active = [chain for chain in moved if not chain.episode.stop]
             parents: list[_Chain] = []
             for chain in active:
                 for _ in range(min(p.beam_size - 1, prompt.n - made - len(parents)) if copies else 0):
                     attempts.append(streak)
                     if branch_chance(rng.random(), chain.rise, streak, p) >= p.branch_probability:
                         parents.append(chain)
-            new: list[_Chain] = yield from self._copies(parents, opened)
+            new = yield from self._copies(parents, opened)
             copies = copies and len(new) == len(parents)
             branches += len(new)
-            if not active and made < prompt.n:
-                new = [(yield from self._root(prompt, opened))]
-            new = [replace(chain, number=made + k) for k, chain in enumerate(new)]
+            if not active and made < prompt.n:  # all at once where not even one environment could be had
+                new = yield from self._roots(prompt, opened, 1 if moved else prompt.n - made)
             streak = streak + 1 if new else 0
-            made += len(new)
-            active = active + new
         if prompt.training:
             self.log("branches", branches)
             self.log("restarts", made - m - branches)
-            self.log("turn_entropy", float(np.mean(entropies)))
+            if entropies:
+                self.log("turn_entropy", float(np.mean(entropies)))
             if attempts:
                 self.log("penalized", float(np.mean(attempts)))
-        return _rows(ended, prompt.traced)
+        return (yield from self._rows(prompt, ended))
 
-    def _root(self, prompt: Prompt, opened: ExitStack) -> Subprogram:
-        """A chain that starts from the prompt."""
-        environment = self.params.environment()
-        opened.callback(environment.close)
-        episode = yield from open_episode(prompt, environment, self.params.timeout)
-        return _Chain(episode)
+    def _roots(self, prompt: Prompt, opened: Opened, n: int) -> Subprogram:
+        """Chains that start from the prompt."""
+        p = self.params
+        begun = yield from together([open_episode(prompt, p.environment, opened, p.timeout) for _ in range(n)])
+        return [_Chain(episode) for episode in begun]
 
     def _turn(self, prompt: Prompt, chain: _Chain) -> Subprogram:
-        """The chain after another turn, and whether it continues; then it ends with the observation."""
+        """The chain after another turn; if it goes on it ends with the observation."""
         p, before = self.params, chain.episode
         (made,) = yield Generate(before.trajectory, max_tokens=p.turn_tokens, top=p.top_logprobs)
         entropy = self._entropy(made)
         episode = yield from act(prompt, before, before.trajectory.add(made), p.timeout)
         first = entropy if chain.first is None else chain.first
-        chain = replace(chain, episode=episode, entropy=entropy, first=first)
-        if episode.done or episode.turns >= prompt.turns(p.max_turns):
-            return chain, False
-        following = reply(prompt, episode)
-        if not prompt.room(following.trajectory):
-            return chain, False
-        return replace(chain, episode=following), True
+        episode = go_on(prompt, episode, p.max_turns, role=p.role)
+        return replace(chain, episode=episode, entropy=entropy, first=first)
 
-    def _copies(self, parents: Sequence[_Chain], opened: ExitStack) -> Subprogram:
+    def _copies(self, parents: Sequence[_Chain], opened: Opened) -> Subprogram:
         """Copies of these chains, fewer if an environment cannot be copied."""
-        timeout = self.params.timeout
-        name = "copying an environment"
-        called: list[Called] = yield [
-            Call(copy.deepcopy, (parent.episode.environment,), timeout, name) for parent in parents
-        ]
+        timeout, name = self.params.timeout, "copying an environment"
+        copied = [partial(copy.deepcopy, parent.episode.environment) for parent in parents]
+        called: list[Called] = yield [Call(opened.make, (one,), timeout, name) for one in copied]
         new = []
-        for parent, copied in zip(parents, called, strict=True):
-            if copied.error:
+        for parent, made in zip(parents, called, strict=True):
+            if made.error:
                 self.warn(
-                    f"the environment {type(parent.episode.environment).__name__} cannot be copied ({copied.error}), "
+                    f"the environment {type(parent.episode.environment).__name__} cannot be copied ({made.error}), "
                     f"so chains start from the prompt instead of branching. Give it `__deepcopy__`, or leave out "
                     f"`{self.name}`."
                 )
                 continue
-            opened.callback(copied.value.close)
-            episode = replace(parent.episode, environment=copied.value)
+            episode = replace(parent.episode, environment=made.value)
             origin = BranchOrigin(parent.number, len(episode.trajectory), parent.rise, "rise of the entropy of a turn")
             new.append(_Chain(episode, branched=episode.turns, origin=origin))
         return new
+
+    def _rows(self, prompt: Prompt, chains: Sequence[_Chain]) -> Subprogram:
+        timeout = self.params.timeout
+        rows = yield from together([finish(c.episode, timeout, aepo_branch=c.branched) for c in chains])
+        for error in {row.meta["error"]: None for row in rows if row.meta["error"]}:
+            self.warn(f"an episode has no score: {error}")
+        if not prompt.traced:
+            return rows
+        places: dict[int | None, int] = {chain.number: place for place, chain in enumerate(chains)}
+        origins = [replace(o, parent=places.get(o.parent)) for o in (c.origin or BranchOrigin() for c in chains)]
+        return [replace(row, origin=origin) for row, origin in zip(rows, origins, strict=True)]
 
     def _entropy(self, made: Generated) -> float:
         return turn_entropy(made.top[: self.params.entropy_tokens], self.params.vocabulary)
@@ -227,15 +226,6 @@ class _Chain:
     def rise(self) -> float:
         """Of the entropy, from its first turn to its last."""
         return self.entropy - (self.first or 0.0)
-
-
-def _rows(chains: Sequence[_Chain], traced: bool) -> list[Trajectory]:
-    rows = [finish(chain.episode, aepo_branch=chain.branched) for chain in chains]
-    if not traced:
-        return rows
-    places: dict[int | None, int] = {chain.number: place for place, chain in enumerate(chains)}
-    origins = [chain.origin or BranchOrigin() for chain in chains]
-    return [replace(row, origin=replace(o, parent=places.get(o.parent))) for row, o in zip(rows, origins, strict=True)]
 
 
 def turn_entropy(top: Sequence[Sequence[tuple[int, float]]], vocabulary: int) -> float:

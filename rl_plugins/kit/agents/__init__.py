@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 from rl_plugins.kit.agents.environment import ENDED, Environment, Observation, TurnRecord
-from rl_plugins.kit.agents.loop import Episode, Subprogram, act, finish, generate, open_episode, play, reply
+from rl_plugins.kit.agents.loop import (
+    AgentParams,
+    Episode,
+    Opened,
+    Subprogram,
+    act,
+    episodes,
+    finish,
+    generate,
+    go_on,
+    open_episode,
+    play,
+    reply,
+    turn,
+)
 
 __all__ = [
     "ENDED",
+    "AgentParams",
     "Environment",
     "Episode",
     "Observation",
+    "Opened",
     "Subprogram",
     "TurnRecord",
     "act",
+    "episodes",
     "finish",
     "generate",
+    "go_on",
     "open_episode",
     "play",
     "reply",
+    "turn",
 ]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, get_type_hints, runtime_checkable
 
 from rl_plugins.core.errors import ConfigError, shown
+from rl_plugins.kit.prompts import as_text
 
 ENDED = "The episode has ended."
 
@@ -43,11 +44,14 @@ class Observation:
 
 @runtime_checkable
 class Environment(Protocol):
-    """What an agent acts in. Calls are synchronous, one at a time, each perhaps from another thread.
+    """What an agent acts in. Calls come one at a time, each perhaps from another thread; any may be `async def`.
 
-    An environment may also have `score() -> float`, the reward of the episode so far; without it, the sum of the
-    rewards of its observations counts. Its class may have `rows(n)`, dataset rows to try it with: `rl-plugins check`
-    uses them.
+    An environment may also have `score() -> float`, the reward of the episode so far (None: it has none); without it,
+    the sum of the rewards of its observations counts. Its class may have `rows(n)`, dataset rows to try it with:
+    `rl-plugins check` uses them.
+
+    One whose constructor or method raises, takes too long or answers something else is broken: its episode ends, and
+    has no score.
     """
 
     def reset(self, columns: Mapping[str, Any]) -> Observation:
@@ -68,9 +72,21 @@ _NO_OBSERVATION = (str, bytes, int, float, bool, tuple, list, dict, type(None))
 _ALLOWED = "Observation(text, reward, done, valid, state) of rl_plugins.kit.agents, of which only `text` must be given"
 
 
-def missing_methods(kind: type) -> list[str]:
-    """Methods of an environment that a class lacks."""
-    return [name for name in METHODS if not callable(getattr(kind, name, None))]
+def missing_methods(environment: Any) -> list[str]:
+    """Methods of an environment that it, or its class, lacks."""
+    return [name for name in METHODS if not callable(getattr(environment, name, None))]
+
+
+def check_methods(environment: Any, name: str) -> None:
+    """
+    Raises:
+        ConfigError: it is no environment.
+    """
+    if missing := missing_methods(environment):
+        raise ConfigError(
+            f"the environment {name} has no method {' and no method '.join(missing)}. An environment has "
+            f"reset(columns), act(action) and close(), see rl_plugins.kit.agents.Environment."
+        )
 
 
 def check_environment(factory: Callable[..., Any] | None) -> None:
@@ -85,12 +101,7 @@ def check_environment(factory: Callable[..., Any] | None) -> None:
     """
     if not isinstance(factory, type):
         return
-    missing = missing_methods(factory)
-    if missing:
-        raise ConfigError(
-            f"the environment {factory.__name__} has no method {' and no method '.join(missing)}. An environment has "
-            f"reset(columns), act(action) and close(), see rl_plugins.kit.agents.Environment."
-        )
+    check_methods(factory, factory.__name__)
     for name in METHODS[:2]:
         try:
             told = get_type_hints(getattr(factory, name)).get("return", Observation)
@@ -104,7 +115,7 @@ def check_environment(factory: Callable[..., Any] | None) -> None:
 
 
 def observed(environment: Any, method: str, answer: Any) -> Observation:
-    """What an environment answered, checked.
+    """What an environment answered, checked: with a text that every tokenizer takes, and a number as reward.
 
     Args:
         method: "reset" or "act".
@@ -115,16 +126,16 @@ def observed(environment: Any, method: str, answer: Any) -> Observation:
     name = f"`{method}` of the environment {type(environment).__name__}"
     if not isinstance(answer, Observation):
         raise ConfigError(f"{name} returned {shown(answer)} ({type(answer).__name__}). It must return an {_ALLOWED}.")
-    if not isinstance(answer.text, str):
+    if not isinstance(answer.text, (str, bytes)):
         raise ConfigError(f"{name} returned an Observation whose `text` is {shown(answer.text)}; it must be a text.")
     try:
-        float(answer.reward)
+        reward = math.nan if answer.reward is None else float(answer.reward)
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(
             f"{name} returned an Observation whose `reward` is {shown(answer.reward)}; it must be a number, and NaN "
             f"where there is none."
         ) from None
-    return answer
+    return replace(answer, text=as_text(answer.text), reward=reward)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_plugins import Call, Method, MethodError, MethodParams, Program, Prompt, Trajectory
-from rl_plugins.core.redundancy import independent
+from rl_plugins import Call, Method, MethodParams, Program, Prompt, Trajectory
 from rl_plugins.core.rollouts import Plan, Rollouts, Run, Shape, Tokens
-from rl_plugins.kit.agents import act, finish, generate, open_episode, reply
+from rl_plugins.kit.agents import Episode, Opened, episodes, finish, go_on, turn
 from rl_plugins.methods.turn_control.params import TurnControlParams
 
 CUT = ("limit", "extended_limit", "length", "aborted")  # the agent would have gone on
@@ -48,13 +47,12 @@ class TurnControl(Method):
 
     Special cases: an episode that was cut off counts as longer than every other. If T_q is among the cut episodes, it
     is one more than the longest length seen. Episodes with a broken environment do not count. A rollout whose
-    environment cannot be reset is left out.
+    environment cannot be made or reset is a row without tokens and reward (NaN).
 
     State: turns and cut (whether cut off) of the episodes of the window, and the limits.
 
     Raises:
         ConfigError: no environment, a reminder that cannot be filled in.
-        MethodError: none of the environments of a prompt's rollouts can be reset.
 
     Source: arXiv 2510.16786, its abstract and others' reviews of it; no code was published.
     """
@@ -153,54 +151,25 @@ class TurnControl(Method):
     # ---- the rollouts
 
     def rollout(self, prompt: Prompt) -> Program:
-        trajectories = yield from independent(prompt, lambda k: self._episode(prompt))
-        if not trajectories:
-            raise MethodError("none of the environments of a prompt's rollouts could be reset; see the warnings above.")
-        return trajectories
-
-    def _episode(self, prompt: Prompt) -> Generator[Any, Any, Trajectory | None]:
-        """One rollout; None if its environment cannot be reset."""
-        p = self.params
-        given = prompt.mark(self.name)
+        p, given = self.params, prompt.mark(self.name)
         limits = self._limits(given)
         limit, last = prompt.turns(limits["limit"]), prompt.turns(limits["last"])
         told = p.strategy != "unlimited" and (bool(given) or p.limit is not None)  # not while turns are calibrated
-        granted = 0
-        environment = p.environment()
-        try:
-            try:
-                first = self._reminder(0, limit) if told else ""
-                episode = yield from open_episode(prompt, environment, p.timeout, first)
-            except MethodError as e:
-                self.warn(f"a rollout is left out, {e}")
-                return None
-            while True:
-                trajectory = yield from generate(episode.trajectory, p.turn_tokens)
-                if len(trajectory) == len(episode.trajectory):
-                    stop = "length" if trajectory.finish == "length" else "aborted"
-                    break
-                episode = yield from act(prompt, episode, trajectory, p.timeout)
-                if episode.done:
-                    stop = "error" if episode.broken else "done"
-                    break
-                news = ""
-                if episode.turns >= limit:
-                    more = min(limits["extension"], last - limit)  # 0 where no extension is left
-                    if not (more > 0 and (yield from self._extend(environment))):
-                        stop = "extended_limit" if granted else "limit"
-                        break
-                    granted, limit = granted + 1, limit + more
-                    news = p.extension_text.format(extension=more)
-                reminder = self._reminder(episode.turns, limit) if told else ""
-                following = reply(prompt, episode, "\n".join(filter(None, (news, reminder))), p.role)
-                if not prompt.room(following.trajectory):
-                    stop = "length"
-                    break
-                episode = following
-            made = finish(episode, stop_reason=stop, limit_final=limit, extended=granted > 0)
-            return replace(made, finish="length") if stop == "length" else made
-        finally:
-            environment.close()
+
+        def play(episode: Episode, number: int, opened: Opened) -> Generator[Any, Any, Trajectory]:
+            most, extensions = limit, 0
+            while not episode.stop:
+                episode = yield from turn(prompt, episode, p.turn_tokens, p.timeout)
+                more, news = min(limits["extension"], last - most), ""  # 0 where no extension is left
+                if not episode.stop and episode.turns >= most and more > 0 and (yield from self._extend(episode)):
+                    extensions, most, news = extensions + 1, most + more, p.extension_text.format(extension=more)
+                reminder = self._reminder(episode.turns, most) if told else ""
+                episode = go_on(prompt, episode, most, "\n".join(filter(None, (news, reminder))), p.role)
+            if extensions and episode.stop == "limit":
+                episode = replace(episode, stop="extended_limit")
+            return (yield from finish(episode, p.timeout, limit_final=most, extended=extensions > 0))
+
+        return (yield from episodes(self, prompt, play, self._reminder(0, limit) if told else ""))
 
     def _reminder(self, used: int, limit: int) -> str:
         p, remaining = self.params, limit - used
@@ -208,10 +177,10 @@ class TurnControl(Method):
             return ""
         return str(p.reminder.format(remaining=remaining, used=used, limit=limit))
 
-    def _extend(self, environment: Any) -> Generator[Any, Any, bool]:
+    def _extend(self, episode: Episode) -> Generator[Any, Any, bool]:
         if self.params.should_extend is None:
             return True
-        called = yield Call(self.params.should_extend, (environment,), self.params.timeout, "should_extend")
+        called = yield Call(self.params.should_extend, (episode.environment,), self.params.timeout, "should_extend")
         if called.error:
             self.warn(f"`should_extend` failed, which counts as no: {called.error}")
         return bool(called.value)

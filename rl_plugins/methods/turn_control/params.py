@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_plugins import ConfigError, MethodParams, param
+from rl_plugins import ConfigError, param
 from rl_plugins.core.params import above, has_effect
-from rl_plugins.kit.agents.environment import check_environment
+from rl_plugins.kit.agents import AgentParams
 
 REMINDER = "ENVIRONMENT REMINDER: You have {remaining} turns left to complete the task."
 EXTENSION = "ENVIRONMENT REMINDER: The task is not finished yet. You get {extension} more turns."
@@ -20,10 +20,7 @@ _ROLLING, _REMINDED = {**_LIMITED, "calibration": "rolling"}, {**_LIMITED, "remi
 
 
 @dataclass(frozen=True)
-class TurnControlParams(MethodParams):
-    environment: Callable[..., Any] | None = param(
-        None, "class or function without arguments that makes an environment; required"
-    )
+class TurnControlParams(AgentParams):
     strategy: Literal["unlimited", "fixed", "dynamic"] = param(
         "fixed", "limit of turns: hard_cap only, a fixed limit, or a limit with extensions"
     )
@@ -57,18 +54,9 @@ class TurnControlParams(MethodParams):
     unfinished: Literal["grade", "mask"] = param(
         "grade", "treatment of rows cut off: graded, or masked (out of the update)"
     )
-    turn_tokens: int | None = param(None, "most tokens of a turn; none: the room left in the completion", ge=1)
-    timeout: float = param(60.0, "time limit of one call of the environment, in seconds", gt=0)
-    role: str = param("user", "role of the messages with the environment's replies")
 
     def check(self) -> None:
-        if self.environment is None:
-            raise ConfigError(
-                "`environment` is not given. Give a class or function without arguments that "
-                "makes an environment, as module:attribute (the demo's: "
-                "rl_plugins.lab.demo.environments:Grid)."
-            )
-        check_environment(self.environment)
+        super().check()
         if self.strategy != "unlimited" and self.how == "off" and self.limit is None:
             raise ConfigError(
                 "`calibration` is off and `limit` is not given. Give `limit`, or set "
