@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins import Completion, Groups, Idle, Method, Plan, PlanRow, Rollouts, Run, Tokens, param
+from rl_plugins import Completion, Groups, Idle, Method, Plan, PlanRow, Rollouts, Run, Shape, Tokens, param
 from rl_plugins.core.requests import Turn
 from rl_plugins.kit.prompt_memory import SuccessParams
 from rl_plugins.methods.dart.history import STORED, TaskHistory, is_stored, scored, success_rate
@@ -21,12 +21,12 @@ class DartPool(Method):
     Per group, of its own rollouts that have a reward, a the share of successes:
 
         0 < a < acc_max    nothing changes
-        a >= acc_max       the group leaves: there is nothing to compare
+        a >= acc_max       the group leaves: there is nothing to compare, but its last success is stored
         a = 0, stored      the stored success replaces the failure of the oldest weights; of several, the first one
         a = 0, not stored  the group leaves
 
     A group of more than N rollouts (spare ones of other methods) is then trimmed to N, the host's number: one success
-    and one failure at random where there are both, the others at random.
+    and one failure at random where there are both, then others with a reward at random, then those without.
 
     A stored success is planned with the rollouts of its task, as a spare completion that is given, if the latest N
     outcomes of the task have a success rate of at most `give_below`. It leaves where it is not needed.
@@ -58,7 +58,7 @@ class DartPool(Method):
         invalid_below: float | None = param(None, "reward below which a rollout is invalid; none: every reward counts")
 
     def start(self, run: Run) -> None:
-        self._size = run.group_size
+        self._size, self._solved = run.group_size, torch.zeros(0, dtype=torch.int64)
         self.state = {"outcomes": TaskHistory.empty(run.group_size).state(), "pool": []}
 
     # ---- before generation
@@ -111,6 +111,8 @@ class DartPool(Method):
         stays = ((rate > 0) & ~solved) | replaced
         keep = own & groups.rows(stays) & ~self._oldest_failures(rollouts, success, replaced)
         keep |= given & groups.rows(replaced)
+        keep |= _last(groups, (success == 1) & groups.rows(solved))  # `observe` sees no token of a row that leaves here
+        self._solved = groups.ids[solved]
         for name, share in (("failed", failed), ("solved", solved), ("replaced", replaced), ("dropped", ~stays)):
             self.log(name, share.double().mean())
         self.log("given", float(given.sum()))
@@ -119,6 +121,9 @@ class DartPool(Method):
             self.note(gone, "the group has the success rate {rate:.2f}", rate=rates)
             self.note(once.rows.rows(given & groups.rows(replaced)), "a stored success: the group has none")
         return once.rows.rows(self._trimmed(rollouts, keep)) & rollouts.kept
+
+    def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
+        return Shape(keep_rows=~torch.isin(rollouts.group, self._solved))
 
     def _usable(self, rollouts: Rollouts) -> Tensor:
         """(rows,) bool: stored rollouts that answer the present prompt, and are no copy of a rollout of the group."""
@@ -149,12 +154,13 @@ class DartPool(Method):
         if bool((once.groups.sum(kept.double()) <= self._size).all()):
             return kept
         key = torch.from_numpy(self.rng("trim").random(len(kept)))
-        success = once.reward >= self.params.success_threshold
+        success = self.params.successes(once.reward)
         first = torch.zeros(len(kept), dtype=torch.bool)
-        for kind in (kept & success, kept & ~success & ~torch.isnan(once.reward)):
+        for kind in (kept & (success == 1), kept & (success == 0)):
             least = once.groups.rows(once.groups.min(torch.where(kind, key, torch.nan)))
             first |= kind & (key == least)
-        rank = once.groups.rank(torch.where(kept, key - 2.0 * first.double(), torch.nan))
+        key = key - 2.0 * first.double() + torch.isnan(once.reward).double()
+        rank = once.groups.rank(torch.where(kept, key, torch.nan))
         return kept & (rank <= self._size)
 
     # ---- afterwards
@@ -172,7 +178,7 @@ class DartPool(Method):
         ids = rollouts.token_ids
         assert ids is not None and tokens.rollout_logprobs is not None  # in `needs`
         several = rollouts.groups.rows(rollouts.groups.max(rollouts.index.double())) > 0
-        right = (rollouts.reward >= self.params.success_threshold) & rollouts.kept & ~several & ~is_stored(rollouts)
+        right = (self.params.successes(rollouts.reward) == 1) & rollouts.kept & ~several & ~is_stored(rollouts)
         right &= (rollouts.prompt_index >= 0) & (rollouts.length > 0)
         last: dict[int, int] = {}
         for row in right.nonzero()[:, 0].tolist():
@@ -218,3 +224,9 @@ class DartPool(Method):
             for i, start, stop in zip(found.ids.tolist(), starts, stops, strict=True)
         ]
         return [asdict(turn) for turn in sorted(turns, key=lambda turn: turn.start)]
+
+
+def _last(groups: Groups, of: Tensor) -> Tensor:
+    """(rollouts,) bool: the last one of each group among these."""
+    number = torch.where(of, torch.arange(len(of)).double(), torch.nan)
+    return of & (number == groups.rows(groups.max(number)))

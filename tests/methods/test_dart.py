@@ -12,6 +12,7 @@ import torch
 from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_method import method
 from torch import Tensor
 
 from rl_plugins.core.errors import ConfigError
@@ -19,9 +20,10 @@ from rl_plugins.core.groups import Groups
 from rl_plugins.core.losses import aggregate, ppo_clip
 from rl_plugins.core.rollouts import Rollouts, TokenIds, Tokens
 from rl_plugins.kit.prompt_memory import SuccessParams
-from rl_plugins.methods.dart.history import STORED, TaskHistory, scored, success_rate
+from rl_plugins.methods.dart.history import STORED, TaskHistory, is_stored, scored, success_rate
 from rl_plugins.methods.dart_entropy import lower_quantile
 from rl_plugins.methods.dart_rollouts import rollouts_for
+from rl_plugins.runtime.decide import Decision
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import MethodStack, build_stack
@@ -33,6 +35,7 @@ from rl_plugins.testing import (
     make_tokens,
     make_turns,
     one_row_per_turn,
+    one_step,
     start_stack,
 )
 
@@ -51,6 +54,14 @@ def call(stack: MethodStack, hook: str, *args: Any) -> Any:
     (method,) = stack.methods
     stack.metrics.take()
     return stack.call(hook, method, *args)
+
+
+def train(stack: MethodStack, rollouts: Rollouts, tokens: Tokens | None = None) -> Decision:
+    """A whole batch, as a host decides it: what `observe` is shown is what the other hooks left."""
+    stack.metrics.take()
+    if tokens is None:
+        tokens = make_tokens(rollouts, forced=torch.zeros(int(rollouts.length.sum()), dtype=torch.bool))
+    return one_step(stack, rollouts, tokens)
 
 
 def logged(stack: MethodStack) -> dict[str, float]:
@@ -162,7 +173,9 @@ def test_the_history_of_a_task_sets_its_next_number(batches: list[dict[int, list
         rewards = [r for rs in batch.values() for r in rs]
         tasks = [t for t, rs in batch.items() for _ in rs]
         rollouts = make_rollouts(rewards, group=tasks, batch=number)
-        call(stack, "observe", rollouts, make_tokens(rollouts), {})
+        if all(math.isnan(r) for r in rewards):  # a batch without a reward is skipped
+            continue
+        train(stack, rollouts)
         for task, outcomes in batch.items():
             planned[task] = now[task]
             kept.setdefault(task, deque(maxlen=size)).extend(r for r in outcomes if not math.isnan(r))
@@ -171,7 +184,7 @@ def test_the_history_of_a_task_sets_its_next_number(batches: list[dict[int, list
 def test_freed_rollouts_go_to_further_prompts_and_foreign_prompts_keep_theirs() -> None:
     stack = started("dart_rollouts")
     easy = make_rollouts([1.0] * 4)
-    call(stack, "observe", easy, make_tokens(easy), {})
+    train(stack, easy)
     plan = make_plan(2)
     foreign = plan.replace(rows=(plan.rows[0], plan.rows[1].replace(prompt_index=-1)))
     assert [row.n for row in call(stack, "plan", foreign).rows] == [2, 4]
@@ -230,7 +243,9 @@ def test_limits_are_the_longest_success(batches: list[list[tuple[int, int, float
         tasks, turns, rewards = (list(x) for x in zip(*batch, strict=True))
         rollouts = with_turns(turns, rewards, tasks)
         before = dict(longest)
-        call(stack, "observe", rollouts, make_tokens(rollouts), {})
+        if all(math.isnan(r) for r in rewards):  # a batch without a reward is skipped
+            continue
+        train(stack, rollouts)
         found = logged(stack)
         assert found["limited"] == pytest.approx(np.mean([t in before for t in set(tasks)]))
         cut = [t in before and r != 1.0 and n >= before[t] + slack for t, n, r in batch]
@@ -244,7 +259,7 @@ def test_a_lower_limit_of_another_method_stays_and_rows_of_a_rollout_are_one() -
     stack = started("dart_length")
     one = with_turns([3, 5, 2, 4], [1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1])
     split, tokens = one_row_per_turn(one, make_tokens(one))
-    call(stack, "observe", split, tokens, {})
+    train(stack, split, tokens)
     plan = make_plan(3)
     low = plan.replace(rows=tuple(row.replace(max_turns=2 + i) for i, row in enumerate(plan.rows)))
     assert [row.max_turns for row in call(stack, "plan", low).rows] == [2, 2, 4]
@@ -325,18 +340,21 @@ def test_selection_equals_a_loop(rewards: Any, kinds: list[str], acc_max: float,
     rollouts = batch_of(rewards, stored, seed)
     rollouts = rollouts.replace(version=torch.from_numpy(rng.integers(0, 3, len(rollouts))))
     stack = started("dart_pool", acc_max=acc_max)
-    found = call(stack, "select", rollouts)
+    found = train(stack, rollouts).stays
     assert found.tolist() == select_by_loop(rollouts, acc_max)
+    pool = {entry["task"]: entry["tokens"].tolist() for entry in stack.methods[0].state["pool"]}
     for g in range(len(rewards)):
-        mine = rollouts.group == g
-        assert int((found & mine).sum()) in (0, len(rewards[g])), "a group stays whole or leaves"
+        mine = (rollouts.group == g) & ~is_stored(rollouts)
+        assert int((found & (rollouts.group == g)).sum()) in (0, len(rewards[g])), "a group stays whole or leaves"
+        right = (mine & (rollouts.reward == 1)).nonzero()[:, 0].tolist()
+        assert pool.get(g) == (rollouts.token_ids.completion[right[-1]].tolist() if right else None), "its last success"
 
 
 def test_a_success_is_stored_and_given_and_replaces_the_oldest_failure() -> None:
     stack = started("dart_pool")
     first = batch_of([[1.0, 0.0, 0.0, 0.0], [0.0] * 4])
     tokens = make_tokens(first, forced=torch.zeros(int(first.length.sum()), dtype=torch.bool))
-    call(stack, "observe", first, tokens, {})
+    train(stack, first, tokens)
     (entry,) = stack.methods[0].state["pool"]
     assert entry["task"] == 0 and entry["tokens"].tolist() == first.token_ids.completion[0].tolist()
     assert entry["logprobs"].tolist() == tokens.rollout_logprobs[tokens.row == 0].tolist()
@@ -348,10 +366,9 @@ def test_a_success_is_stored_and_given_and_replaces_the_oldest_failure() -> None
 
     later = batch_of([[0.0] * 4, [0.0, 1.0, 0.0, 0.0]], {0: ([3, 10], entry["tokens"].tolist())}, seed=5)
     later = later.replace(version=torch.tensor([0, 2, 1, 1, 2, 2, 2, 2, 2]))
-    assert call(stack, "select", later).tolist() == [True, True, False, True, True, True, True, True, True]
+    assert train(stack, later).stays.tolist() == [True, True, False, True, True, True, True, True, True]
     found = logged(stack)
     assert (found["failed"], found["replaced"], found["dropped"], found["given"]) == (0.5, 0.5, 0.0, 1.0)
-    call(stack, "observe", later, make_tokens(later, forced=torch.zeros(27, dtype=torch.bool)), {})
     tasks = {e["task"]: e["tokens"].tolist() for e in stack.methods[0].state["pool"]}
     assert tasks == {0: entry["tokens"].tolist(), 1: later.token_ids.completion[6].tolist()}, "a stored one is not new"
     (kept,) = [e for e in stack.methods[0].state["pool"] if e["task"] == 0]
@@ -368,7 +385,7 @@ def test_what_is_given_depends_on_the_history() -> None:
     """Tasks that mostly succeed get none."""
     stack = started("dart_pool", give_below=0.25)
     rollouts = batch_of([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
-    call(stack, "observe", rollouts, make_tokens(rollouts, forced=torch.zeros(24, dtype=torch.bool)), {})
+    train(stack, rollouts)
     assert [len(row.given) for row in call(stack, "plan", make_plan(3)).rows] == [1, 0, 0]
 
 
@@ -378,12 +395,12 @@ def test_what_is_not_stored() -> None:
     rollouts = batch_of(rewards, prompt_index=[0, 0, -1, -1, 2, 2, 3, 3, 4, 4])
     kept = torch.ones(10, dtype=torch.bool)
     kept[4] = False
-    rollouts = rollouts.replace(kept=kept)
     forced = torch.zeros(30, dtype=torch.bool)
     forced[1] = True  # of task 0
     stack = started("dart_pool")
-    call(stack, "observe", rollouts, make_tokens(rollouts, forced=forced), {})
-    (entry,) = stack.methods[0].state["pool"]
+    stack = start_stack(method("other", select=lambda rollouts: kept), *stack.methods, run=make_run(group_size=N))
+    train(stack, rollouts, make_tokens(rollouts, forced=forced))
+    (entry,) = stack.methods[1].state["pool"]
     assert entry["task"] == 4 and entry["tokens"].tolist() == rollouts.token_ids.completion[9].tolist(), "the last one"
 
 
@@ -393,7 +410,7 @@ def test_the_pool_is_bounded_and_the_oldest_leave() -> None:
         index = [t for t in tasks for _ in range(2)]
         rollouts = batch_of([[1.0, 0.0]] * len(tasks), prompt_index=index)
         forced = torch.zeros(int(rollouts.length.sum()), dtype=torch.bool)
-        call(stack, "observe", rollouts, make_tokens(rollouts, forced=forced), {})
+        train(stack, rollouts, make_tokens(rollouts, forced=forced))
     assert [e["task"] for e in stack.methods[0].state["pool"]] == [0, 3] and logged(stack)["pool"] == 2
 
 
@@ -404,7 +421,7 @@ def test_broken_runs_are_no_rewards() -> None:
     assert (
         torch.isnan(reward).tolist() == [r < 0 for r in rollouts.reward.tolist()] and logged(stack)["invalid"] == 3 / 8
     )
-    assert call(stack, "select", rollouts.replace(reward=reward)).tolist() == [True] * 4 + [False] * 4
+    assert train(stack, rollouts).stays.tolist() == [True] * 4 + [False] * 4
     assert call(started("dart_pool"), "rewards", rollouts) is None
 
 
@@ -414,7 +431,7 @@ def test_trimmed_groups_have_a_success_and_a_failure(rewards: list[float], seed:
     rollouts = batch_of([rewards])
     stack = started("dart_pool", acc_max=1.5)
     stack.seed = seed
-    keep = call(stack, "select", rollouts)
+    keep = train(stack, rollouts).stays
     values = [r for r in rewards if not math.isnan(r)]
     if not values or not any(values):
         assert not keep.any()
@@ -422,6 +439,7 @@ def test_trimmed_groups_have_a_success_and_a_failure(rewards: list[float], seed:
     assert int(keep.sum()) == N
     left = [rewards[i] for i in keep.nonzero()[:, 0].tolist()]
     assert 1.0 in left and (0.0 in left or 0.0 not in values)
+    assert sum(map(math.isnan, left)) == max(0, N - len(values)), "rows without a reward leave first"
 
 
 # ---- advantages
@@ -601,7 +619,7 @@ def test_state_survives() -> None:
     for name in ("dart_rollouts", "dart_length", "dart_pool"):
         params = {"give_below": 1.0} if name == "dart_pool" else {}
         stack, other = started(name, **params), started(name, **params)
-        call(stack, "observe", rollouts, tokens, {})
+        train(stack, rollouts, tokens)
         other.methods[0].state = copy_plain(stack.methods[0].state)
         one, two = (call(s, "plan", make_plan(4)) for s in (stack, other))
         assert one == two and one != make_plan(4)
