@@ -35,7 +35,7 @@ from rl_plugins.lab.demo.policy import build_model
 from rl_plugins.lab.demo.rewards import exact
 from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.runtime.carry_over import from_plain
-from rl_plugins.trl.generation.batches import GenerationBatch
+from rl_plugins.trl.generation import batches as generation
 from rl_plugins.trl.generation.context_cache import ContextCache
 from rl_plugins.trl.generation.engine import TrlEngine
 
@@ -140,7 +140,7 @@ class Watch:
     def decoded(self, context: Tokens, tokens: Sequence[int]) -> None:
         self._made += [(*context, *tokens[:i]) for i in range(1, len(tokens) + 1)]
 
-    def kept(self, trainer: Any, batch: GenerationBatch) -> None:
+    def kept(self, trainer: Any, batch: generation.DecidedWork) -> None:
         self._kept = [row.made.trajectory.context for row in batch.work.flat if row.made]
         self._kept += [t.context for g in trainer.methods.carried for t in from_plain(g).rollouts]
 
@@ -149,7 +149,7 @@ class Engine:
     """Tells a watch what requests the engine serves, while it is open."""
 
     def __init__(self, watch: Watch) -> None:
-        self.watch, self.host = watch, (TrlEngine.generate, TrlEngine.race, GenerationBatch.finish)
+        self.watch, self.host = watch, (TrlEngine.generate, TrlEngine.race, generation.finish)
 
     def __enter__(self) -> None:
         watch, (generate, race, finish) = self.watch, self.host
@@ -167,9 +167,9 @@ class Engine:
                 watch.decoded(request.trajectory.context, g.tokens)
             return made
 
-        def finished(batch: GenerationBatch, out: Any) -> Any:
-            watch.kept(batch.trainer, batch)
-            return finish(batch, out)
+        def finished(trainer: Any, batch: generation.DecidedWork, out: Any) -> Any:
+            watch.kept(trainer, batch)
+            return finish(trainer, batch, out)
 
         self._set(served, raced, finished)
 
@@ -178,7 +178,7 @@ class Engine:
 
     @staticmethod
     def _set(generate: Any, race: Any, finish: Any) -> None:
-        TrlEngine.generate, TrlEngine.race, GenerationBatch.finish = generate, race, finish  # type: ignore[method-assign]
+        TrlEngine.generate, TrlEngine.race, generation.finish = generate, race, finish  # type: ignore[method-assign]
 
 
 def run(arm: dict[str, Any], folder: Path, rows: int, batches: int, seed: int) -> list[Batch]:

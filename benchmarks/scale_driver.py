@@ -28,7 +28,8 @@ from rl_plugins.core.rollouts import PlanRow, Run
 from rl_plugins.runtime.decide import decide
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.trl.generation.decided import local_decisions
-from rl_plugins.trl.generation.rows import Row, Work, collect, rollouts_of
+from rl_plugins.trl.generation.rows import collect, rollouts_of
+from rl_plugins.trl.generation.work import Row, Work
 
 RANKS, GROUP = 64, 8
 BY_ROWS = ("gdpo", "vade", "mc_grpo")
@@ -66,7 +67,9 @@ class Batch:
         plans = [PlanRow(g, g, GROUP) for g in range(rows // GROUP)]
         flat = [Row(p, i) for p in plans for i in range(GROUP)]
         each = rows // ranks
-        self.work = Work([flat[k * each : (k + 1) * each] for k in range(ranks)], regular=True, payload=[None] * rows)
+        self.prompts: Any = SimpleNamespace(numbered=True)
+        parts = [flat[k * each : (k + 1) * each] for k in range(ranks)]
+        self.work = Work(self.prompts, parts, regular=True, payload=[None] * rows)
         self.trainer: Any = SimpleNamespace(
             methods=self.stack,
             eos_token_ids=[1],
@@ -76,7 +79,6 @@ class Batch:
             reward_weights=torch.ones(2),
             reward_func_names=["right", "short"],
         )
-        self.prompts: Any = SimpleNamespace(numbered=True)
         size = 4 * rows // GROUP
         self.stack.start(Run("trl", "1.16", None, size, (), ("right", "short"), GROUP, 10, 10, 2 * tokens, chat=chat))
 

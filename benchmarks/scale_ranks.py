@@ -30,7 +30,9 @@ from scale_driver import GROUP, Batch
 from rl_plugins.core.requests import Generated, Trajectory
 from rl_plugins.core.rollouts import PlanRow
 from rl_plugins.trl.generation import programs, queue
-from rl_plugins.trl.generation.batches import GenerationBatch
+from rl_plugins.trl.generation.batches import decided_by_driver
+from rl_plugins.trl.generation.rounds import work_of_rounds
+from rl_plugins.trl.generation.work import ScoredWork
 
 BY_ROWS, BY_TOKENS, TOGETHER = ("gdpo", "vade"), ("mssr_shaping", "d3s"), ("rounds", "queue", "programs")
 
@@ -75,7 +77,7 @@ def counted() -> Iterator[list[int]]:
                 setattr(place, name, function)
 
 
-class MadeUp(GenerationBatch):
+class MadeUp:
     """A generation batch of one rank whose engine answers at once.
 
     Args:
@@ -86,11 +88,9 @@ class MadeUp(GenerationBatch):
         ranks = accelerator.num_processes
         self.source = Batch(names, rows, tokens, ranks, params)
         self.trainer = t = self.source.trainer
-        self.stack, self.accelerator, self.group_size, self.batch_rows = self.source.stack, accelerator, GROUP, rows
-        self.programs, self.tokens = False, tokens
+        self.rows, self.tokens = rows, tokens
         args = SimpleNamespace(num_generations=GROUP, generation_batch_size=rows)
         size = 4 * rows // GROUP
-        self.known: Any = SimpleNamespace(args=args, size=size, dataset=None, rollout_func=None, tools=None)
         self.prompts: Any = SimpleNamespace(
             numbered=True,
             proposal=tuple(range(rows // GROUP)),
@@ -99,7 +99,7 @@ class MadeUp(GenerationBatch):
             has_images=False,
             row=lambda plan: {"prompt": "x"},
         )
-        t.accelerator, t.num_generations, t.args, t.tools = accelerator, GROUP, args, None
+        t.accelerator, t.num_generations, t.args, t.tools, t.rollout_func = accelerator, GROUP, args, None, None
         t.max_completion_length, t.reward_funcs = 2 * tokens, [None, None]
         t.multi_objective_aggregation, t.scale_rewards = "sum_then_normalize", "group"
         t.state.num_input_tokens_seen = 0
@@ -114,15 +114,15 @@ class MadeUp(GenerationBatch):
         return [[0]] * len(ids), ids, None, [None] * len(ids), None
 
     def _scores(self, *columns: Any) -> torch.Tensor:
-        draw = torch.Generator().manual_seed(len(self.work.flat))  # all ranks see the same
-        return torch.rand(len(self.work.flat), 2, generator=draw).round()
+        rows = len(self.trainer.batch_phase.flat)
+        return torch.rand(rows, 2, generator=torch.Generator().manual_seed(rows)).round()  # all ranks see the same
 
     def decided_once(self) -> None:
         """Rows to the driver, its decision back."""
-        source, rank = self.source, self.accelerator.process_index
-        self.work, self.rewards, each = source.work, source.rewards, source.rows // source.ranks
-        self.generated, columns = source.made(rank)
-        self._decide(torch.zeros(each), columns)
+        source, rank = self.source, self.trainer.accelerator.process_index
+        made, columns = source.made(rank)
+        scored = ScoredWork(replace(source.work, rank=rank), made, source.rewards)
+        decided_by_driver(self.trainer, scored, torch.zeros(source.rows // source.ranks), columns)
 
     def decoded(self, trainer: Any, groups: Any, enough: int, row_of: Any) -> Any:
         """Stands for `queue.decode`: the first groups are completed, of the others half is there."""
@@ -143,7 +143,7 @@ class MadeUp(GenerationBatch):
         def row(n: int) -> Trajectory:
             return Trajectory(tuple(range(20))).add(Generated(tuple(range(n)), (-0.5,) * n, "eos", 1))
 
-        half = self.batch_rows // GROUP // 2
+        half = self.rows // GROUP // 2
         return [(None, [[row(n)] * (2 if p.group < half else 1) for n in self.lengths(p.n)]) for p in plan]
 
 
@@ -162,7 +162,7 @@ def batch_of(case: str, rows: int, tokens: int, accelerator: Any) -> Callable[[]
             tokens,
             accelerator,
         )
-        return batch._work_of_rounds
+        return lambda: work_of_rounds(batch.trainer, batch.prompts)
     if case == "programs":
         batch = MadeUp(["gdpo"], {}, rows, tokens, accelerator)
         programs.make_rollouts = batch.played

@@ -118,7 +118,7 @@ CHANGES = (
         "groups of other sizes mean nothing to TRL; rows of programs are served where TRL has a place for them",
         "any method",
         "none",
-        "generation/batches.GenerationBatch.host_view, generation/evaluation.evaluation_view",
+        "generation/serving.host_view, generation/evaluation.evaluation_view",
     ),
     Change(
         "trainer: `train_dataset`, while the dataloader is made, and `_signature_columns`",
@@ -132,7 +132,7 @@ CHANGES = (
         "rows are counted and logged once, when TRL makes its batch of them",
         "rounds, and programs that ask for rewards",
         "none",
-        "generation/batches.GenerationBatch, generation/engine.TrlEngine.rewards_of",
+        "generation/rounds.one_round, generation/engine.TrlEngine.rewards_of",
     ),
     Change(
         "trainer: `_logs` and `_metrics` of the batch just made",

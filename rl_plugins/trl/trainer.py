@@ -25,12 +25,14 @@ from rl_plugins.trl import capabilities, hosts, logs
 from rl_plugins.trl.changes import arguments_of, changed, more_head_outputs
 from rl_plugins.trl.checkpoint import MethodsCallback
 from rl_plugins.trl.compat import Seams, moved_symbols, trl_version
-from rl_plugins.trl.generation import costs
-from rl_plugins.trl.generation.batches import GenerationBatch
+from rl_plugins.trl.generation import batches, costs
+from rl_plugins.trl.generation.columns import columns_wanted
 from rl_plugins.trl.generation.engine import TrlEngine
 from rl_plugins.trl.generation.evaluation import evaluation_view
 from rl_plugins.trl.generation.precision import CheapRollouts, rollouts_text
 from rl_plugins.trl.generation.prompts import PROMPT_INDEX, NumberedDataset
+from rl_plugins.trl.generation.serving import completions, rewards_of, with_observed
+from rl_plugins.trl.generation.work import GeneratedWork, ScoredWork, Work
 from rl_plugins.trl.host import DatasetRow, HostBatch, HostRows, has_numbers
 from rl_plugins.trl.loss import micro_batch
 from rl_plugins.trl.loss.updates import UpdatesSeen
@@ -55,7 +57,7 @@ class MethodsMixin(StatefulMixin):
 
     loss_like: ClassVar[str | None] = None
     train_dataset: Any
-    _generation_batch: GenerationBatch | None = None
+    batch_phase: Work | GeneratedWork | None = None  # of the batch that is being made
     _loss_pass: micro_batch.LossPass | None = None
     _counts_costs = False
     costs: Costs
@@ -210,21 +212,14 @@ class MethodsMixin(StatefulMixin):
                 out: HostBatch = host(rows)
             logs.extend_own_columns(self, len(inputs) * self.accelerator.num_processes, {})
             return out
-        try:
-            self._methods_callback.batch_begins()
-            self._generation_batch = batch = GenerationBatch(self, inputs)
-            batch.plan()
-            with batch.host_view() as rows:
-                out = host(rows)
-            out = batch.finish(out)
-            costs.book(self, batch.rows_trained)
-            return out
-        finally:
-            self._generation_batch = None
+        self._methods_callback.batch_begins()
+        out, batch = batches.make_batch(self, inputs, host)
+        costs.book(self, batch.rows_trained)
+        return out
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        batch = self._generation_batch
-        made_here = batch is None or not batch.programs  # rows of programs were counted when those ran
+        work = self.batch_phase if isinstance(self.batch_phase, Work) else None
+        made_here = work is None or not work.by_program  # rows of programs were counted when those ran
         counts = self._counts_costs and self.model.training and made_here
         with contextlib.ExitStack() as inside:
             if self.cheap_rollouts is not None and self.model.training and made_here:
@@ -234,19 +229,20 @@ class MethodsMixin(StatefulMixin):
             generated = super()._generate(*args, **kwargs)
         if counts:
             rows = HostRows.of(generated).ids
-            self.meter.costs.rows_made += len(rows) if batch is None else sum(row.asked for row in batch.mine)
-        if batch is not None:
-            generated = batch.with_observed(generated)
-            batch.generated = HostRows.of(generated)
+            self.meter.costs.rows_made += len(rows) if work is None else sum(row.asked for row in work.mine)
+        if work is not None:
+            generated = with_observed(work, generated)
+            self.batch_phase = GeneratedWork(work, HostRows.of(generated))
         return generated
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        host, batch = super()._generate_single_turn, self._generation_batch
+        host, work = super()._generate_single_turn, self.batch_phase
         if self.cheap_rollouts is not None:
             host = self.cheap_rollouts.with_logprobs(host)
-        if batch is None or not batch.serving:
+        if not isinstance(work, Work) or work.by_program or work.served:
             return host(*args, **kwargs)
-        return batch.generate(host, *args, **kwargs)
+        self.batch_phase = replace(work, served=True)
+        return completions(self, work, host, *args, **kwargs)
 
     def rollout_generate(self, model: Any) -> Any:
         """The `generate` that makes rollouts of programs: the policy's, or that of its cheap copy in training."""
@@ -260,18 +256,21 @@ class MethodsMixin(StatefulMixin):
         return TrlEngine(self, generate, score, row_of, meter)
 
     def _calculate_rewards(self, *columns: Any, **named: Any) -> Any:
-        host, batch = super()._calculate_rewards, self._generation_batch
-        if batch is None:
+        host, made = super()._calculate_rewards, self.batch_phase
+        if not isinstance(made, GeneratedWork):
             return host(*columns, **named)
-        return batch.score(host, *columns, **named)
+        rewards = rewards_of(self, made.work, host, *columns, **named)
+        self.batch_phase = ScoredWork(made.work, made.rows, rewards)
+        return rewards
 
     def _transform_advantages(self, advantages: Tensor) -> Tensor:
         """Upstream seam (patches/trl/T2): decides before TRL logs and slices, if no per-token column is needed."""
         advantages = super()._transform_advantages(advantages)
-        batch = self._generation_batch
-        if batch is None or batch.columns_wanted:
+        scored = self.batch_phase
+        if not isinstance(scored, ScoredWork) or columns_wanted(self.methods):
             return advantages
-        return batch.decide_in_host(advantages)
+        self.batch_phase = batch = batches.decided_in_host(self, scored, advantages)
+        return batch.advantages(advantages)
 
     # ---- one optimizer step
 

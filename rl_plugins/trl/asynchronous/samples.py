@@ -14,7 +14,8 @@ from rl_plugins.core.rollouts import Rollouts, TokenIds, Tokens, weighted_reward
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.runtime.preflight import no_row_has
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.trl.generation.rows import Row, forced
+from rl_plugins.trl.generation.rows import forced
+from rl_plugins.trl.generation.work import Row
 
 OWN = "rl_plugins"
 """Key of what is ours in a row of the queue."""

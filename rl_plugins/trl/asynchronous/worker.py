@@ -31,7 +31,7 @@ from trl.experimental.async_grpo.async_rollout_worker import (
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.rollouts import PlanRow
 from rl_plugins.trl.capabilities import reward_names
-from rl_plugins.trl.generation.rows import Row
+from rl_plugins.trl.generation.work import Row
 
 
 @dataclass(slots=True)

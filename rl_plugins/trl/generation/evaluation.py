@@ -11,7 +11,8 @@ from rl_plugins.core.rollouts import PlanRow
 from rl_plugins.runtime.plan import evaluation_plan, in_evaluation
 from rl_plugins.runtime.ranks import gather, on_driver
 from rl_plugins.trl.changes import changed
-from rl_plugins.trl.generation.programs import ProgramRow, make_rollouts, served
+from rl_plugins.trl.generation.programs import make_rollouts, served
+from rl_plugins.trl.generation.work import ProgramRow
 from rl_plugins.trl.host import DatasetRow, Trainer
 
 

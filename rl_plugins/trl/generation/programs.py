@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rl_plugins.core.requests import Prompt, Trajectory, Turn
 from rl_plugins.core.rollouts import PlanRow
 from rl_plugins.runtime.plan import split_plan
 from rl_plugins.runtime.programs import Running, given_trajectory, run
-from rl_plugins.runtime.ranks import gather, rows_each, to_owners
+from rl_plugins.runtime.ranks import gather, on_driver, rows_each, to_owners
 from rl_plugins.runtime.turn_table import spans
+from rl_plugins.trl.generation.plan import planned
+from rl_plugins.trl.generation.prompts import Prompts
+from rl_plugins.trl.generation.work import ProgramRow, Work, made_already
 from rl_plugins.trl.host import DatasetRow, HostTrainer, Trainer, tokenizer_of
 
 
-@dataclass(frozen=True)
-class ProgramRow:
-    """One row a program made.
-
-    Args:
-        plan: of its prompt.
-        group: number of its group: the plan's, or one of its own after all of those.
-        rollout: number of its rollout inside the group. index: of the row inside the rollout.
-        trajectory: the row.
-    """
-
-    plan: PlanRow
-    group: int
-    rollout: int
-    index: int
-    trajectory: Trajectory
+def work_of_programs(trainer: Trainer, prompts: Prompts) -> Work:
+    """The rows that programs made of the plan."""
+    plan = on_driver(trainer.accelerator, lambda: planned(trainer, prompts))
+    return made_already(trainer, prompts, run_programs(trainer, plan, prompts.row))
 
 
 def run_programs(

@@ -10,9 +10,15 @@ from rl_plugins.core.rollouts import PlanRow
 from rl_plugins.runtime.carry_over import Group, admit, finished, requeue, without_redundant
 from rl_plugins.runtime.plan import check_length
 from rl_plugins.runtime.ranks import on_driver, on_driver_for_each, rows_each, to_driver, to_owners
-from rl_plugins.trl.generation.programs import ProgramRow, outline
+from rl_plugins.trl.generation.programs import outline
 from rl_plugins.trl.generation.prompts import Prompts
+from rl_plugins.trl.generation.work import ProgramRow, Work, made_already
 from rl_plugins.trl.host import DatasetRow, Trainer
+
+
+def work_of_queue(trainer: Trainer, prompts: Prompts) -> Work:
+    """The rows of the groups that are complete."""
+    return made_already(trainer, prompts, run_queue(trainer, prompts))
 
 
 def run_queue(trainer: Trainer, prompts: Prompts) -> list[ProgramRow]:

@@ -1,10 +1,10 @@
-"""Rows of a batch: as they are asked for, as each rank collects them from TRL, and as the driver sees them."""
+"""Rows of a batch: as each rank collects them from TRL, and as the driver sees them."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -13,85 +13,15 @@ from torch import Tensor
 
 from rl_plugins.core.groups import places
 from rl_plugins.core.requests import ORIGIN, Kind, Turn
-from rl_plugins.core.rollouts import Completion, Jagged, PlanRow, Rollouts, TokenIds, Tokens, weighted_reward
+from rl_plugins.core.rollouts import Jagged, Rollouts, TokenIds, Tokens, weighted_reward
 from rl_plugins.runtime.preflight import no_row_has
 from rl_plugins.runtime.turn_table import spans, token_turns, turn_table
-from rl_plugins.trl.generation.programs import ProgramRow, host_turns
+from rl_plugins.trl.generation.programs import host_turns
 from rl_plugins.trl.generation.prompts import Prompts
+from rl_plugins.trl.generation.work import Row, Work, flat
 from rl_plugins.trl.host import HostRows, Trainer, tokenizer_of
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One completion to make: rollout `number` of a plan row.
-
-    Args:
-        plan: None for a filler.
-        done: made in an earlier round.
-        made: by a rollout program.
-    """
-
-    plan: PlanRow | None
-    number: int = 0
-    done: Completion | None = None
-    made: ProgramRow | None = None
-
-    @property
-    def given(self) -> Completion | None:
-        """The completion that is there already: made earlier, or given by the plan."""
-        if self.done is None and self.plan is not None and self.number < len(self.plan.given):
-            return self.plan.given[self.number]
-        return self.done
-
-    @property
-    def rewards(self) -> Mapping[str, float] | None:
-        """Of the reward functions, where they are known already."""
-        if self.made is not None:
-            return self.made.trajectory.rewards
-        return None if self.given is None else self.given.rewards
-
-    @property
-    def versions(self) -> Sequence[int] | None:
-        """Of each token, where it is not of the present weights; below 0 for those that no policy made."""
-        if self.made is not None:
-            return self.made.trajectory.versions
-        return None if self.given is None else self.given.versions
-
-    @property
-    def asked(self) -> bool:
-        """Whether the engine makes it."""
-        return self.plan is not None and self.given is None
-
-
-FILLER = Row(plan=None)
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a batch generates, the same on every rank but for the payload.
-
-    Args:
-        rows: of each rank; fillers are the last ones.
-        regular: groups are those of TRL, so its own advantages mean something.
-        as_proposed: prompts are TRL's, too.
-        payload: of every row but fillers, in order; where programs do not want it, on the driver only.
-        rewards: (rows of all ranks, functions) of rows that were made in rounds, NaN for fillers; else None.
-        extra: what reward functions added to the table of completions: name -> values of this rank's rows.
-    """
-
-    rows: list[list[Row]] = field(default_factory=list)
-    regular: bool = False
-    as_proposed: bool = False
-    payload: list[Any] = field(default_factory=list)
-    rewards: Tensor | None = None
-    extra: dict[str, list[Any]] = field(default_factory=dict)
-
-    @property
-    def flat(self) -> list[Row]:
-        """The rows of all ranks in rank order."""
-        return flat(self.rows)
 
 
 @dataclass(frozen=True)
@@ -381,11 +311,6 @@ def _tokens_of(lengths: Sequence[Tensor], parts: Sequence[LocalTokens], now: int
         version=joined([p.version for p in parts], lambda k, _: torch.full((counts[k],), now)) if some else None,
         **{name: torch.cat([p.columns[name] for p in parts]) for name in parts[0].columns},
     )
-
-
-def flat(parts: Sequence[Sequence[T]]) -> list[T]:
-    """What all ranks have, in rank order."""
-    return [x for part in parts for x in part]
 
 
 def _listed(parts: Sequence[list[T] | None]) -> list[T] | None:

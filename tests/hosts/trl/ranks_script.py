@@ -133,12 +133,12 @@ def run(folder, name, methods, options):
 
 def train(folder, methods, options, real, checkpoint=None):
     decisions, sizes, in_host = [], [], []
-    finish, decide_in_host = module.GenerationBatch.finish, module.GenerationBatch.decide_in_host
+    finish, decided_in_host = module.finish, module.decided_in_host
 
-    def spy(self, out):
-        out = finish(self, out)
-        if self.decided.decision is not None:
-            d = self.decided.decision
+    def spy(trainer, batch, out):
+        out = finish(trainer, batch, out)
+        if batch.driver is not None:
+            d = batch.driver.decision
             decisions.append(
                 dict(
                     prompt=d.rollouts.prompt_index,
@@ -151,15 +151,15 @@ def train(folder, methods, options, real, checkpoint=None):
         sizes.append(len(out["advantages"]))
         return out
 
-    module.GenerationBatch.decide_in_host = lambda self, a: in_host.append(1) or decide_in_host(self, a)
-    module.GenerationBatch.finish = spy
+    module.decided_in_host = lambda *given: in_host.append(1) or decided_in_host(*given)
+    module.finish = spy
     try:
         with contextlib.nullcontext() if real else stub_sampling():
             t = make(folder, methods, **options)
             begin = weights(t)
             t.train(resume_from_checkpoint=checkpoint)
     finally:
-        module.GenerationBatch.finish, module.GenerationBatch.decide_in_host = finish, decide_in_host
+        module.finish, module.decided_in_host = finish, decided_in_host
     assert set(sizes) == {64 // WORLD}, sizes
     return dict(
         begin=begin,

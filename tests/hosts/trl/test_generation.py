@@ -33,15 +33,14 @@ class Spy:
         trainer._generate_and_score_completions = wrapped
         from rl_plugins.trl.generation import batches as module
 
-        finish = module.GenerationBatch.finish
+        finish = module.finish
 
-        def finished(this, out):
-            result = finish(this, out)
-            self.batches_of_driver.append(this)
-            return result
+        def finished(trainer, batch, out):
+            self.batches_of_driver.append(batch)
+            return finish(trainer, batch, out)
 
-        self.undo = lambda: setattr(module.GenerationBatch, "finish", finish)
-        module.GenerationBatch.finish = finished
+        self.undo = lambda: setattr(module, "finish", finish)
+        module.finish = finished
 
 
 def run(tmp_path, methods, stub=True, **kwargs):
@@ -98,7 +97,7 @@ def test_mc_grpo_trains_g_of_g_plus_one(tmp_path, columns):
     may have the column of its multimodal siblings, without an image in it."""
     t, spy = run(tmp_path, ["mc_grpo"], dataset=build_dataset(64, seed=1).map(lambda row: columns))
     out, batch = spy.batches[0], spy.batches_of_driver[0]
-    assert len(batch.mine) == 72 and len(out["advantages"]) == 64 and "tool_mask" not in out
+    assert len(batch.work.mine) == 72 and len(out["advantages"]) == 64 and "tool_mask" not in out
     assert int(out["num_items_in_batch"]) == int(out["completion_mask"].sum())
     expected = []
     rewards = batch.rewards[:, 0].double().tolist()
@@ -157,11 +156,11 @@ def test_vade_trains_on_the_prompts_it_chose(tmp_path):
     t, spy = run(tmp_path, ["vade"], max_steps=3)
     rows = build_dataset(200, seed=1)
     for batch in spy.batches_of_driver:
-        prompts = [r.plan.prompt_index for r in batch.mine]
+        prompts = [r.plan.prompt_index for r in batch.work.mine]
         assert len(set(prompts)) == 8 and prompts == [p for p in prompts[::8] for _ in range(8)]
         assert (
             list(t._logs["prompt"])[-64:][0]
-            == rows[[r.plan.prompt_index for r in spy.batches_of_driver[-1].mine][0]]["prompt"]
+            == rows[[r.plan.prompt_index for r in spy.batches_of_driver[-1].work.mine][0]]["prompt"]
         )
     counts = t.methods.methods[0].state
     total = float(sum(v.sum() for v in counts.values() if isinstance(v, torch.Tensor)))
@@ -184,7 +183,7 @@ def test_grpo_roc_keeps_the_clean_ones(tmp_path):
         method_params={"grpo_roc": {"penalty": penalty, "reject_equal_reward": False}},
     )
     batch = spy.batches_of_driver[0]
-    d = batch.decided.decision
+    d = batch.driver.decision
     r = d.rollouts
     assert len(r) == 128 and int(d.trained.sum()) == 64 and len(spy.batches[0]["advantages"]) == 64
     for g in range(8):
@@ -313,18 +312,18 @@ def test_short_plans_are_filled_with_further_prompts(tmp_path):
     """5 rollouts instead of 8: 12 prompts fit into 64 rows, 4 rows stay empty; the loss does not see them."""
     _, spy = run(tmp_path, ["small"], max_steps=2)
     for batch, out in zip(spy.batches_of_driver, spy.batches, strict=True):
-        plans = [r.plan for r in batch.mine]
+        plans = [r.plan for r in batch.work.mine]
         prompts = [p.prompt_index for p in plans if p is not None]
         assert len(set(prompts)) == 12 and plans.count(None) == 4
         assert len(out["advantages"]) == 64 and int((out["tool_mask"].sum(1) > 0).sum()) == 60
         assert int(out["num_items_in_batch"]) == int((out["completion_mask"] * out["tool_mask"]).sum())
-    first, second = ([r.plan.prompt_index for r in s.mine if r.plan][40:] for s in spy.batches_of_driver)
+    first, second = ([r.plan.prompt_index for r in s.work.mine if r.plan][40:] for s in spy.batches_of_driver)
     assert set(first) != set(second)
 
 
 def test_one_rollout_per_prompt(tmp_path):
     _, spy = run(tmp_path, ["one"], num_generations=2, max_steps=1)
-    prompts = [r.plan.prompt_index for r in spy.batches_of_driver[0].mine]
+    prompts = [r.plan.prompt_index for r in spy.batches_of_driver[0].work.mine]
     assert len(set(prompts)) == 64
 
 
@@ -337,12 +336,12 @@ def test_rounds(tmp_path):
 
     t, spy = run(tmp_path, ["probing"], reward=rewarder, max_steps=2)
     for batch in spy.batches_of_driver:
-        r = batch.decided.decision.rollouts
+        r = batch.driver.decision.rollouts
         sizes = torch.bincount(r.group)
         assert sizes.tolist().count(12) == 4 and sizes.tolist().count(4) == 4
         first = torch.stack([r.reward[(r.group == g) & (r.rollout < 4)].mean() for g in range(8)])
         assert first[sizes == 12].max() <= first[sizes == 4].min()
-    groups = spy.batches_of_driver[-1].decided.decision.rollouts
+    groups = spy.batches_of_driver[-1].driver.decision.rollouts
     mean = groups.groups.rows(groups.groups.mean(groups.reward))
     std = groups.groups.rows(groups.groups.std(groups.reward))
     logged = torch.tensor(list(t._logs["advantages"])[-64:])
@@ -350,7 +349,7 @@ def test_rounds(tmp_path):
     table = list(t._logs["extra"]["ids"])[-64:]
     assert [score([eval(x)])[0] for x in table] == pytest.approx(groups.reward.tolist())
     assert history(t, "completions/mean_length")[0] == pytest.approx(
-        spy.batches_of_driver[0].decided.decision.rollouts.length.double().mean().item()
+        spy.batches_of_driver[0].driver.decision.rollouts.length.double().mean().item()
     )
     stock = make(tmp_path, stock=True, max_steps=1)
     with stub_sampling():
@@ -388,7 +387,7 @@ def test_later_rounds_edit_prompts_and_have_the_room_of_groups_that_leave(tmp_pa
 
     t, spy = run(tmp_path, ["helpings"], max_steps=2)
     for batch, out in zip(spy.batches_of_driver, spy.batches, strict=True):
-        d = batch.decided.decision
+        d = batch.driver.decision
         r, groups = d.rollouts, d.rollouts.groups
         assert sorted(groups.size.tolist()) == [4] * 4 + [16] * 4 and int(d.trained.sum()) == 64 == len(r) - 16
         first = torch.stack([r.reward[(r.group == g) & (r.rollout < 4)].mean() for g in range(8)])
@@ -415,7 +414,7 @@ def test_later_rounds_edit_prompts_and_have_the_room_of_groups_that_leave(tmp_pa
 def test_a_prompt_in_two_groups_of_its_own(tmp_path):
     """Each group has a mean of its own, and TRL's own advantages are those of the groups."""
     _, spy = run(tmp_path, ["twice"], max_steps=1)
-    d = spy.batches_of_driver[0].decided.decision
+    d = spy.batches_of_driver[0].driver.decision
     r, groups = d.rollouts, d.rollouts.groups
     assert groups.size.tolist() == [8] * 8 and d.estimator == "host"
     assert torch.equal(r.prompt_index[:32], r.prompt_index[32:]) and len(r.prompt_index.unique()) == 4
@@ -426,7 +425,7 @@ def test_a_prompt_in_two_groups_of_its_own(tmp_path):
 def test_fillers_have_no_reward(tmp_path):
     """60 rows and 4 fillers: what TRL logs of rewards is of the 60."""
     t, spy = run(tmp_path, ["small"], max_steps=1)
-    r = spy.batches_of_driver[0].decided.decision.rollouts
+    r = spy.batches_of_driver[0].driver.decision.rollouts
     rewards = spy.batches_of_driver[0].rewards[:, 0]
     assert len(r) == 60 and torch.isnan(rewards[60:]).all() and torch.equal(rewards[:60].double(), r.reward)
     assert history(t, "reward")[0] == history(t, "rewards/score/mean")[0] == pytest.approx(r.reward.mean().item())
@@ -437,7 +436,7 @@ def test_fillers_have_no_reward(tmp_path):
 def test_prompts_may_be_merged_into_one_group(tmp_path):
     """Regular numbers, but other groups than TRL's: its own advantages must not be taken."""
     _, spy = run(tmp_path, ["merged"], max_steps=1)
-    d = spy.batches_of_driver[0].decided.decision
+    d = spy.batches_of_driver[0].driver.decision
     r = d.rollouts
     assert r.groups.size.tolist() == [16] * 4 and r.rollout[:16].tolist() == list(range(16))
     mean, std = (r.groups.rows(f(r.reward)) for f in (r.groups.mean, r.groups.std))
@@ -461,7 +460,7 @@ def test_streams_have_prompts_but_no_index(tmp_path):
     stream = IterableDataset.from_generator(lambda: iter(build_dataset(200, seed=1)))
     _, spy = run(tmp_path, ["mc_grpo"], dataset=stream, max_steps=2)
     assert all(len(b["advantages"]) == 64 for b in spy.batches)
-    assert spy.batches_of_driver[0].decided.decision.rollouts.prompt_index.unique().tolist() == [-1]
+    assert spy.batches_of_driver[0].driver.decision.rollouts.prompt_index.unique().tolist() == [-1]
     make(tmp_path, ["mc_grpo"], dataset=build_dataset(200, seed=1).to_iterable_dataset())  # a stream with columns
     with raises(ConfigError, match="`vade`"):
         make(tmp_path, ["vade"], dataset=stream)
@@ -490,7 +489,7 @@ def test_spare_rows_that_stay_are_an_error(tmp_path, monkeypatch):
 
 def test_rewards_of_a_judge_are_used_and_logged(tmp_path):
     t, spy = run(tmp_path, ["judge"], max_steps=1)
-    r = spy.batches_of_driver[0].decided.decision.rollouts
+    r = spy.batches_of_driver[0].driver.decision.rollouts
     raw = spy.batches_of_driver[0].rewards[:, 0].double()
     assert torch.isnan(r.reward).equal(r.length < 4)
     ok = r.length >= 4
@@ -503,7 +502,7 @@ def test_rewards_of_a_judge_are_used_and_logged(tmp_path):
 
 def test_each_method_that_changes_rewards_logs_its_own(tmp_path):
     t, spy = run(tmp_path, ["judge", "halve"], max_steps=1)
-    raw, r = spy.batches_of_driver[0].rewards[:, 0].double(), spy.batches_of_driver[0].decided.decision.rollouts
+    raw, r = spy.batches_of_driver[0].rewards[:, 0].double(), spy.batches_of_driver[0].driver.decision.rollouts
     judged = torch.where(r.length < 4, torch.nan, raw * 2)
     assert history(t, "rewards/judge/mean")[0] == pytest.approx(judged.nanmean().item())
     assert history(t, "rewards/halve/mean")[0] == pytest.approx(judged.nanmean().item() / 2)
@@ -591,7 +590,7 @@ def test_a_batch_without_a_reward_is_skipped_however_it_was_made(tmp_path, metho
     loss_type = "bnpo" if methods == "noop" else "dapo"
     t, spy = run(tmp_path, [methods], stub=methods != "april", reward=Outage(0), max_steps=2, loss_type=loss_type)
     assert history(t, "rl_plugins/unrewarded_batches") == [1.0, 1.0] and history(t, "grad_norm")[0] == 0.0
-    trained = [int(b.decided.decision.trained.sum()) for b in spy.batches_of_driver]
+    trained = [int(b.driver.decision.trained.sum()) for b in spy.batches_of_driver]
     assert trained[0] == 0 and trained[1] > 32 and history(t, "grad_norm")[1] > 0
 
 
@@ -635,7 +634,7 @@ def test_composes_with(tmp_path, options, capsys):
     assert all(len(b["advantages"]) == 64 for b in spy.batches)
     assert all(torch.isfinite(torch.tensor(history(t, k))).all() for k in ("loss", "grad_norm"))
     if "mask_truncated_completions" in options:
-        r, d = spy.batches_of_driver[0].decided.decision.rollouts, spy.batches_of_driver[0].decided.decision
+        r, d = spy.batches_of_driver[0].driver.decision.rollouts, spy.batches_of_driver[0].driver.decision
         assert r.truncated.any() and not d.trained[r.truncated].any()
 
 
@@ -668,7 +667,7 @@ def test_rollout_func_is_composed(tmp_path):
         }
 
     t, spy = run(tmp_path, ["mc_grpo"], stub=False, more=dict(rollout_func=rollout), max_steps=1)
-    assert len(spy.batches_of_driver[0].mine) == 72 and len(spy.batches[0]["advantages"]) == 64
+    assert len(spy.batches_of_driver[0].work.mine) == 72 and len(spy.batches[0]["advantages"]) == 64
     with raises(ConfigError, match="`probing`.*rollout_func"):
         make(tmp_path, ["probing"], more=dict(rollout_func=rollout))
     with raises(ConfigError, match="rollout_func"):

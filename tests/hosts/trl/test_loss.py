@@ -331,4 +331,4 @@ def test_several_rewards_and_none(tmp_path):
         shared = dict(reward=[score, length, sometimes], reward_weights=[1.0, 0.5, 2.0], **options)
         native = run(tmp_path, stock=True, **shared)
         ours = run(tmp_path, ["zero_spare"], **shared)
-        assert ours._generation_batch is None and difference(native, ours) < 1e-7, options
+        assert ours.batch_phase is None and difference(native, ours) < 1e-7, options

@@ -35,6 +35,7 @@ from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.methods.training_free_grpo import read_library
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.trl.generation import batches as module
+from rl_plugins.trl.generation import programs
 from rl_plugins.trl.generation import queue as queue_module
 from rl_plugins.trl.generation.engine import TrlEngine
 
@@ -97,14 +98,14 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Seen
     """`train(methods, params, policy=.., **options)`: trains, two steps at a learning rate one can see."""
     batches: list[Batch] = []
     requests: list[Generate] = []
-    run_programs, decide, finish = module.run_programs, module.decide, module.GenerationBatch.finish
-    generate, plan = TrlEngine.generate, module.GenerationBatch.plan
+    run_programs, decide, finish = programs.run_programs, module.decide, module.finish
+    generate, work_of = TrlEngine.generate, module.work_of
 
     monkeypatch.setattr(MethodStack, "reads_tokens", True)  # these tests look at tokens, whatever the method
 
-    def watched_plan(self: Any) -> None:
-        batches.append(Batch(model=copy_of(self.trainer.model)))
-        plan(self)
+    def watched_work(trainer: Any, prompts: Any) -> Any:
+        batches.append(Batch(model=copy_of(trainer.model)))
+        return work_of(trainer, prompts)
 
     def watched_programs(trainer: Any, planned: Any, row_of: Any) -> Any:
         batches[-1].payload = planned[0].payload
@@ -115,8 +116,8 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Seen
         batches[-1].tokens, batches[-1].decision = args[2], decide(*args)
         return batches[-1].decision
 
-    def watched_finish(self: Any, out: Any) -> Any:
-        data = finish(self, out)
+    def watched_finish(trainer: Any, batch: Any, out: Any) -> Any:
+        data = finish(trainer, batch, out)
         batches[-1].data = dict(data)
         return data
 
@@ -127,10 +128,10 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Seen
             batches[-1].engine_tokens += sum(len(g.tokens) for many in made for g in many)
         return made
 
-    monkeypatch.setattr(module, "run_programs", watched_programs)
+    monkeypatch.setattr(programs, "run_programs", watched_programs)
     monkeypatch.setattr(module, "decide", watched_decide)
-    monkeypatch.setattr(module.GenerationBatch, "plan", watched_plan)
-    monkeypatch.setattr(module.GenerationBatch, "finish", watched_finish)
+    monkeypatch.setattr(module, "work_of", watched_work)
+    monkeypatch.setattr(module, "finish", watched_finish)
     monkeypatch.setattr(TrlEngine, "generate", watched_generate)
 
     def run(methods: list[str], params: Any = None, policy: Path | None = None, **options: Any) -> Seen:

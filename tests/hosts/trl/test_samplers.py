@@ -43,7 +43,7 @@ def right(completion_ids: Any, level: Any, **kwargs: Any) -> list[float]:
 def sampled(tmp_path: Any, names: list[str], **options: Any) -> tuple[Any, Any, list[Any]]:
     """The trainer, the spy and what was decided in each batch."""
     t, spy = run(tmp_path, names, reward=options.pop("reward", right), **options)
-    return t, spy, [batch.decided.decision for batch in spy.batches_of_driver]
+    return t, spy, [batch.driver.decision for batch in spy.batches_of_driver]
 
 
 def with_sets(rows: int, size: int) -> tuple[Any, list[str]]:
@@ -268,7 +268,7 @@ def test_drive_keeps_the_hardest_and_goes_on_inside_a_phase(tmp_path: Any) -> No
             again.train(resume_from_checkpoint=str(tmp_path / "killed" / "checkpoint-4"))
     finally:
         spy.undo()
-    resumed = [batch.decided.decision for batch in spy.batches_of_driver]
+    resumed = [batch.driver.decision for batch in spy.batches_of_driver]
     for one, other in zip(whole[4:], resumed, strict=True):
         assert torch.equal(one.rollouts.prompt_index, other.rollouts.prompt_index)
         assert torch.equal(one.row_advantages, other.row_advantages)

@@ -138,7 +138,7 @@ def test_a_head_trains_on_its_slice_and_nothing_else_moves(folder: Path, trained
         assert type(t.model.active_peft_config).__name__.lower().startswith(kind.split("_")[0])
         assert [m.name for m in t.methods.methods] == ["difficulty_slices", "mc_grpo"]
         for number, batch in enumerate(t.spy.batches_of_driver):
-            chosen = batch.decided.decision.rollouts.prompt_index.unique().tolist()
+            chosen = batch.driver.decision.rollouts.prompt_index.unique().tolist()
             assert sum(slice_[i] == head for i in chosen) == (3, 2)[number] and len(chosen) == 5
         assert history(t, "difficulty_slices/own") == [0.6, 0.4]
         assert not torch.equal(weights(t), t.first), "the head moved"
@@ -218,7 +218,7 @@ def test_a_head_goes_on_from_its_checkpoint(folder: Path, tmp_path: Path) -> Non
     spy_again = Spy(again)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
     spy_again.undo()
-    one, other = (s.batches_of_driver[-1].decided.decision.rollouts for s in (spy, spy_again))
+    one, other = (s.batches_of_driver[-1].driver.decision.rollouts for s in (spy, spy_again))
     assert torch.equal(one.prompt_index, other.prompt_index) and len(spy_again.batches_of_driver) == 1
     assert torch.equal(weights(whole), weights(again))
 

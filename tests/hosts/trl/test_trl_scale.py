@@ -17,7 +17,7 @@ from operations import allocated, exponent, instructions
 
 from rl_plugins.commands.doctor import dry_run
 from rl_plugins.core.requests import Generated, Trajectory
-from rl_plugins.trl.generation.programs import ProgramRow
+from rl_plugins.trl.generation.work import ProgramRow
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from scale_driver import Batch

@@ -32,7 +32,7 @@ from rl_plugins.core.rollouts import Completion
 from rl_plugins.runtime import update
 from rl_plugins.runtime.update import surrogate
 from rl_plugins.trl.capabilities import known_of, run_of
-from rl_plugins.trl.generation import batches
+from rl_plugins.trl.generation import batches, columns
 from rl_plugins.trl.loss import micro_batch as trl_loss
 from rl_plugins.verl import batch as verl_batch
 from rl_plugins.verl import loss as verl_loss
@@ -139,12 +139,11 @@ class Reshaped(probes.Probe):
 def through_trl(folder: Path, methods: list[str], params: dict[str, Any]) -> dict[str, Any]:
     """One batch in TRL: what the driver saw and the losses per token at weights that moved since."""
     seen: dict[str, Any] = {}
-    batch = batches.GenerationBatch
-    decide, with_columns, sampled = batches.decide, batch._with_columns, batch._rollout_logprobs
+    decide, with_columns, sampled = batches.decide, batches.with_columns, columns.rollout_logprobs
 
-    def older(self, out):
+    def older(work, out):
         """As if a policy of some updates ago had sampled: weights of 0.3 to 3."""
-        value = sampled(self, out)
+        value = sampled(work, out)
         return value + 0.4 * torch.randn(value.shape, generator=torch.Generator().manual_seed(2))
 
     def watched(stack, rollouts, tokens, host, estimator, budget):
@@ -152,20 +151,20 @@ def through_trl(folder: Path, methods: list[str], params: dict[str, Any]) -> dic
         seen["decision"] = decide(stack, rollouts, tokens, host, estimator, budget)
         return seen["decision"]
 
-    def watched_columns(self, out):
-        out, columns = with_columns(self, out)
+    def watched_columns(trainer, scored, out):
+        out, found = with_columns(trainer, scored, out)
         prompts = [ids[mask.bool()].tolist() for ids, mask in zip(out["prompt_ids"], out["prompt_mask"], strict=True)]
-        seen.update(prompts=prompts, completions=self.generated.ids, rows=self.work.rows[0])
+        seen.update(prompts=prompts, completions=scored.rows.ids, rows=scored.work.rows[0])
         seen["raw"] = {k: v.clone() for k, v in out.items() if isinstance(v, torch.Tensor)}
-        if "entropies" in columns:
-            seen["raw"]["entropies"] = columns["entropies"].clone()
-        return out, columns
+        if "entropies" in found:
+            seen["raw"]["entropies"] = found["entropies"].clone()
+        return out, found
 
     reward = [harness.score, harness.length]
     options: dict[str, Any] = dict(scale_rewards="none", reward_weights=[1.0, 0.5], num_iterations=2)  # two: off-policy
     trainer = harness.make(folder, methods, reward=reward, method_params=params or None, **options)
     trainer.state.global_step = seen["now"] = NOW if "aged" in methods else 0
-    batches.decide, batch._with_columns, batch._rollout_logprobs = watched, watched_columns, older
+    batches.decide, batches.with_columns, columns.rollout_logprobs = watched, watched_columns, older
     try:
         trainer.model.train()
         with harness.stub_sampling():
@@ -174,7 +173,7 @@ def through_trl(folder: Path, methods: list[str], params: dict[str, Any]) -> dic
             trainer.methods.start(seen["run"])
             out = trainer._generate_and_score_completions(next(loader))
     finally:
-        batches.decide, batch._with_columns, batch._rollout_logprobs = decide, with_columns, sampled
+        batches.decide, batches.with_columns, columns.rollout_logprobs = decide, with_columns, sampled
     torch.manual_seed(1)
     with torch.no_grad():
         for p in trainer.model.parameters():

@@ -86,7 +86,7 @@ def test_vade_and_mc_grpo(folder, colocate):
     """8 chosen prompts with 9 rollouts each are generated, 64 rows trained, in every step with new weights."""
     t, watch = run(folder, ["vade", "mc_grpo"], **colocate(), max_steps=3, learning_rate=0.1, temperature=0.8)
     for call, batch in zip(watch.calls, watch.batches, strict=True):
-        prompts = [r.plan.prompt_index for r in call.batch.mine]
+        prompts = [r.plan.prompt_index for r in call.work.mine]
         assert len(set(prompts)) == 8 and prompts == [p for p in prompts[::9] for _ in range(9)]
         assert len(call.prompts) == 72 and len(batch.tensors["advantages"]) == 64
         assert batch.error.max() < EXACT
@@ -185,7 +185,7 @@ def check_rounds(watch):
     assert [len(c.prompts) for c in watch.calls] == [32, 32] * len(watch.batches)
     for first, second, batch in zip(watch.calls[::2], watch.calls[1::2], watch.batches, strict=True):
         assert first.num_generations == second.num_generations == 1
-        r = first.batch.decided.decision.rollouts
+        r = batch.decision.rollouts
         sizes = torch.bincount(r.group)
         assert sizes.tolist().count(12) == 4 and sizes.tolist().count(4) == 4
         asked = sorted(map(tuple, first.prompts + second.prompts))

@@ -23,7 +23,7 @@ from watch import Watch
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.requests import Generate, Kind, Trajectory
 from rl_plugins.testing.engine import make_prompt
-from rl_plugins.trl.generation import batches as module
+from rl_plugins.trl.generation import programs as module
 from rl_plugins.trl.generation.engine import TrlEngine
 
 _spec = importlib.util.find_spec("vllm")

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_plugins.trl.generation import batches
+
 
 @dataclass
 class Call:
     """One request to the engine. Of each completion the engine's log-probs, and the policy's own at that moment."""
 
-    batch: Any  # the GenerationBatch, None without methods
+    work: Any  # None without methods
     num_generations: int
     prompts: list[list[int]]
     completions: list[list[int]]
@@ -23,10 +25,12 @@ class Call:
 
 @dataclass
 class Batch:
-    """What TRL trains on: its tensors, and the policy's own log-probs (rows, time) when it was made."""
+    """What TRL trains on: its tensors, the policy's own log-probs (rows, time) when it was made, and the decision of
+    the methods, if there are any."""
 
     tensors: dict[str, Any]
     policy: Tensor
+    decision: Any
 
     @property
     def mask(self) -> Tensor:
@@ -52,7 +56,7 @@ class Watch:
             completions = [list(c) for c in result[1]]
             self.calls.append(
                 Call(
-                    trainer._generation_batch,
+                    trainer.batch_phase,
                     num_generations,
                     prompts,
                     completions,
@@ -63,10 +67,15 @@ class Watch:
             return result
 
         def watched_batch(inputs: Any) -> Any:
-            out = make_batch(inputs)
+            decisions, decide = [None], batches.decide
+            batches.decide = lambda *given: decisions.append(decide(*given)) or decisions[-1]  # type: ignore
+            try:
+                out = make_batch(inputs)
+            finally:
+                batches.decide = decide
             rows = zip(out["prompt_ids"], out["prompt_mask"], out["completion_ids"], strict=True)
             policy = [policy_logprobs(trainer, ids[mask > 0].tolist(), c.tolist()) for ids, mask, c in rows]
-            self.batches.append(Batch(out, torch.tensor(policy)))
+            self.batches.append(Batch(out, torch.tensor(policy), decisions[-1]))
             return out
 
         trainer.vllm_generation.generate = watched_generate
