@@ -314,7 +314,7 @@ def _verdict(variant: dict[str, Any], base: dict[str, Any], metric: str) -> str:
     if all(variant["collapsed"]) and all(base["collapsed"]) and interval.mean == 0:
         return "0, both have collapsed."
     if interval.n < SEEDS:
-        return f"{interval}, {'one seed decides' if interval.n == 1 else f'{interval.n} seeds decide'} nothing."
+        return f"{interval}."  # said once, above
     low, high = interval.mean - interval.half, interval.mean + interval.half
     if verdict_of(low, high, "higher") == "no significant difference":
         return f"{interval}, no significant difference from chance with these seeds."
