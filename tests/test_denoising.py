@@ -17,6 +17,7 @@ from rl_plugins.core.errors import MethodError
 from rl_plugins.core.method import Method
 from rl_plugins.core.requests import Call, Generate, Score, Trajectory, together
 from rl_plugins.diffusion.flows import ode_step, sde_mean, sde_std, shifted_sigmas, transition_kl, transition_logprob
+from rl_plugins.runtime.immutability import checking
 from rl_plugins.runtime.samples import RunningSamples, run_samples
 from rl_plugins.testing.denoiser import FlowEngine, GaussianFlow, make_sample_prompt, run_sample_program
 
@@ -405,5 +406,5 @@ def test_a_program_has_no_state_and_changes_nothing():
         yield Denoise(prompt.start(1))
         return []
 
-    with pytest.raises(MethodError, match="it changed what it was given"):
+    with checking(), pytest.raises(MethodError, match="it changed what it was given"):
         run_sample_program(program(changing), make_sample_prompt(columns={"a": []}), FlowEngine())

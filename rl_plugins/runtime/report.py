@@ -34,7 +34,7 @@ RAN = {
     "verl": "0.9.1",
     "TransferQueue": "0.1.11",
 }
-VARIABLES = (registry.VETO_VARIABLE, "RL_PLUGINS_ALLOW_UNTESTED")
+VARIABLES = (registry.VETO_VARIABLE, "RL_PLUGINS_ALLOW_UNTESTED", "RL_PLUGINS_DEBUG")
 
 
 def print_versions(names: Sequence[str]) -> dict[str, tuple[str, str]]:

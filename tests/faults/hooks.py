@@ -33,6 +33,7 @@ from rl_plugins.core.requests import Call, Generate, Generated, Score, Scored, T
 from rl_plugins.core.rollouts import Admission, Completion, Plan, PlanRow, Rows, Shape, TurnTable, Update
 from rl_plugins.runtime.carry_over import Group, admit, to_plain
 from rl_plugins.runtime.decide import decide
+from rl_plugins.runtime.immutability import checking
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import evaluation_plan, first_plan
 from rl_plugins.runtime.programs import Running, run
@@ -785,7 +786,8 @@ def outcome(case: Case) -> str:
     (the user's own interrupt), or what else happened."""
     hook, drive = DRIVES[case.place]
     try:
-        drive(bad(hook, case.function))
+        with checking():
+            drive(bad(hook, case.function))
     except MethodError as e:
         text = str(e)
         named = "`bad`" in text and (f"`{hook}`" in text or f"({hook})" in text or "The plan of" in text)

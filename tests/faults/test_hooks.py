@@ -1,15 +1,15 @@
-"""Misbehaving hooks: a share of the cases of hooks.py, those that it found first, and what a check costs."""
+"""Misbehaving hooks: a share of the cases of hooks.py, those that it found first, and who looks for changes."""
 
 from __future__ import annotations
-
-import time
 
 import hooks
 import pytest
 
+from rl_plugins.core.errors import MethodError
 from rl_plugins.core.method import HOOKS
-from rl_plugins.runtime.immutability import changes, watched
-from rl_plugins.testing import make_rollouts, make_tokens
+from rl_plugins.runtime.immutability import changes, checking, watched
+from rl_plugins.testing import make_rollouts
+from rl_plugins.testing.data import make_token_ids
 
 
 def test_no_hook_misbehaves_without_being_named() -> None:
@@ -54,14 +54,27 @@ def test_what_was_found_is_named() -> None:
         assert hooks.outcome(found[place, what]) == hooks.NAMED, (place, what)
 
 
-@pytest.mark.parametrize("rows", [1024])
-def test_to_watch_what_a_hook_is_given_costs_nothing_measurable(rows: int) -> None:
-    """A thousand rows of a thousand tokens with their texts, whose generation takes minutes."""
-    rollouts = make_rollouts([0.5] * rows, lengths=[1000] * rows, messages=[[{"content": "x" * 4000}]] * rows)
-    tokens = make_tokens(rollouts)
-    best = []
-    for _ in range(5):
-        start = time.process_time()
-        assert changes(watched((rollouts, tokens, {"x": 1.0}))) == []
-        best.append(time.process_time() - start)
-    assert min(best) < 0.05, best
+def test_only_a_check_and_a_debugged_run_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    rollouts = make_rollouts([0.5] * 4)
+    monkeypatch.delenv("RL_PLUGINS_DEBUG", raising=False)
+    stack = hooks.bad("rewards", lambda self, rollouts: rollouts.reward.add_(1))
+    assert watched((rollouts,)) == []
+    assert stack.one("rewards", rollouts) is rollouts.reward
+    with checking(), pytest.raises(MethodError, match="`Rollouts.reward`"):
+        stack.one("rewards", rollouts)
+    for value, looks in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("RL_PLUGINS_DEBUG", value)
+        assert bool(watched((rollouts,))) is looks
+
+
+def test_a_storage_is_looked_at_once_and_as_a_whole() -> None:
+    """However many rows are views of it, and wherever in it something changes."""
+    rollouts = make_rollouts([0.5] * 512, lengths=[64] * 512)
+    ids = make_token_ids(rollouts)
+    with checking():
+        count = len(watched((rollouts.replace(token_ids=ids),))) - len(watched((rollouts,)))
+        assert count == 10, "two looks each at five flat tensors, however many rows there are"
+        before = watched((list(ids.completion),))
+        assert len(before) == 1 + 512 + 1, "the list, a count of writes each, and one checksum"
+        ids.completion[300].numpy()[7] += 1  # a write that torch does not see
+        assert len(changes(before)) == 1

@@ -20,6 +20,7 @@ from typing import Any
 
 from rl_plugins.core.method import Method
 from rl_plugins.core.rollouts import Rollouts
+from rl_plugins.runtime.immutability import checking
 from rl_plugins.testing.contract.batches import check_determinism, check_observe_twice, check_resumption
 from rl_plugins.testing.contract.decisions import (
     check_every_kind,
@@ -119,7 +120,7 @@ def check_method(
     kit = Kit(cls, params, prepare, rows)
     checked = []
     for check in CHECKS:
-        with kit.at(""):
+        with kit.at(""), checking():
             if kit.usable and check(kit) is not False:
                 checked.append(check)
     if kit.problems:

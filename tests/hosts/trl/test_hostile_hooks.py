@@ -46,6 +46,7 @@ def cases():
 @pytest.mark.parametrize(("hook", "what"), SAMPLE)
 def test_it_is_named_and_moves_nothing(tmp_path, monkeypatch, cases, hook, what):
     monkeypatch.setattr(hooks, "ROWS", 64)
+    monkeypatch.setenv("RL_PLUGINS_DEBUG", "1")  # in-place changes are looked for
 
     def function(*args):
         return cases[hook, what].function(*args)
