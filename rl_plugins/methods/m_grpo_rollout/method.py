@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, tensor
 
-from rl_plugins import Call, ConfigError, Generate, Method, MethodParams, Program, Prompt, Rollouts
+from rl_plugins import Call, ConfigError, Method, MethodParams, Program, Prompt, Rollouts, Trajectory
 from rl_plugins.core.errors import shown
 from rl_plugins.core.redundancy import independent
 from rl_plugins.core.requests import Called
+from rl_plugins.kit.agents import Episode, Observation, generate, go_on
 from rl_plugins.kit.texts import between
 from rl_plugins.methods.m_grpo_rollout.params import MGrpoRolloutParams
 from rl_plugins.methods.m_grpo_rollout.team import Team
@@ -92,52 +95,61 @@ class MGrpoRollout(Method):
     def rollout(self, prompt: Prompt) -> Program:
         return (yield from independent(prompt, lambda k: self._one(prompt, k)))
 
-    def _one(self, prompt: Prompt, number: int) -> Any:
+    def _one(self, prompt: Prompt, number: int) -> Generator[Any, Any, list[Trajectory]]:
+        """One rollout: an episode of the main agent, whose environment is its team."""
         p, chat = self.params, prompt.chat
-        main, turns, tokens = prompt.start(), 0, 0
         team = Team(p, self._contract, self._guard, prompt)
-        while True:
-            start = len(main) if turns else 0
-            (made,) = yield Generate(main)
-            main, turns, tokens = main.add(made), turns + 1, tokens + len(made.tokens)
-            if made.tokens:
-                main = main.turn(start)
-            text = chat.decode(made.tokens)
-            called: Called = yield Call(p.parse or delegated, (text,), p.timeout, "`parse`")
-            self.log("parse_failed", float(bool(called.error)))
-            tasks = list(called.value or ())[: p.max_calls - len(team.rows)]
-            if not tasks or turns >= prompt.turns(p.max_turns) or made.finish != "eos":
-                break
-            read = yield from team.work(tasks, turns)
-            results = [p.reply.replace("{result}", result) for result in read]
-            following = main.observe(chat.reply([{"role": "user", "content": "\n".join(results)}]))
-            if not prompt.room(following):
-                break
-            main = following
-        subs = team.rows
-        all_turns = turns + team.turns
-        for name, value in {
-            "calls": len(subs),
-            "turns": turns,
-            "agent_turns": all_turns,
-            "agent_tokens": tokens + team.tokens,
-            "messages": team.messages,
-            "message_density": message_density(team.messages, all_turns),
-            "redundancy": redundancy([*team.results, text]),
-            **team.measured(),
-        }.items():
-            if not math.isnan(value):
-                self.log(name, value)
+        episode, text = Episode(team, prompt.start(), Observation("")), ""
+        while not episode.stop:
+            spoken, turns = len(episode.trajectory), episode.turns + 1
+            main = yield from generate(episode.trajectory)
+            text = chat.decode(main.tokens[spoken:])
+            team.tokens += len(main) - spoken
+            if len(main) > spoken:
+                main = main.turn(spoken if episode.turns else 0)
+            tasks = (yield from self._tasks(text))[: p.max_calls - len(team.rows)]
+            episode = replace(episode, trajectory=main, turns=turns)
+            if not tasks or main.finish != "eos":
+                episode = replace(episode, stop="done")
+            elif turns < prompt.turns(p.max_turns):
+                read = yield from team.work(tasks, turns)
+                said = "\n".join(p.reply.replace("{result}", result) for result in read)
+                episode = replace(episode, observation=Observation(said))
+            episode = go_on(prompt, episode, p.max_turns)
+        self._report(episode, team, text)
         if p.guard_log and team.guard is not None:
             entry = {"batch": prompt.batch, "training": prompt.training, "prompt": chat.decode(prompt.tokens)}
             entry |= {"rollout": number, "records": [*team.guard.log]}
             written: Called = yield Call(write_log, (p.guard_log, entry), p.timeout, "the guard's log")
             self.log("log_failed", float(bool(written.error)))
-        agents = [*(row.noted(agent=p.sub_agent) for row in subs), main.noted(agent=p.main_agent)]
+        agents = [*(row.noted(agent=p.sub_agent) for row in team.rows), episode.trajectory.noted(agent=p.main_agent)]
         if self._contract is None:
             return agents
-        share = sum(team.invalid) / max(len(subs), 1)
+        share = sum(team.invalid) / max(len(team.rows), 1)
         return [row.noted(invalid=v) for row, v in zip(agents, [*team.invalid, share], strict=True)]
+
+    def _tasks(self, text: str) -> Generator[Any, Any, list[Any]]:
+        """The tasks that a turn delegates; none if that cannot be told."""
+        called: Called = yield Call(self.params.parse or delegated, (text,), self.params.timeout, "`parse`")
+        found = called.value if called.value is not None else []
+        failed = bool(called.error) or not isinstance(found, (list, tuple))
+        self.log("parse_failed", float(failed))
+        return [] if failed else list(found)
+
+    def _report(self, episode: Episode, team: Team, text: str) -> None:
+        turns = episode.turns + team.turns
+        for name, value in {
+            "calls": len(team.rows),
+            "turns": episode.turns,
+            "agent_turns": turns,
+            "agent_tokens": team.tokens,
+            "messages": team.messages,
+            "message_density": message_density(team.messages, turns),
+            "redundancy": redundancy([*team.results, text]),
+            **team.measured(),
+        }.items():
+            if not math.isnan(value):
+                self.log(name, value)
 
 
 def delegated(text: str) -> list[str]:

@@ -4,14 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rl_plugins import Call, Generate, Prompt, Trajectory
 from rl_plugins.core.requests import Called
+from rl_plugins.kit.prompts import as_text
 from rl_plugins.kit.texts import between
 from rl_plugins.tools.messages.contracts import Contract, Contracts
 from rl_plugins.tools.messages.guard import GuardDecision, LineageGuard
 from rl_plugins.tools.messages.lineage import TAG
+
+
+@dataclass
+class _Result:
+    """What a sub-agent was asked and answers.
+
+    Args:
+        sender: its name.
+        row: its conversation.
+        said: what it said last.
+        read: what the main agent reads of that.
+        valid: the contract lets it through.
+    """
+
+    sender: str
+    row: Trajectory
+    said: str = ""
+    read: str = ""
+    valid: bool = True
 
 
 class Team:
@@ -26,7 +47,7 @@ class Team:
     Attributes:
         rows: of each call, in order. results: what each said last, before any check.
         invalid: 1.0 for a call whose result the contract rejected.
-        turns, tokens: of the sub-agents. messages: between them and the main agent.
+        turns: of the sub-agents. tokens: of all agents. messages: between the sub-agents and the main agent.
         guard: of this rollout. guard_failed: it raised or hung, and is not asked any more.
     """
 
@@ -39,63 +60,56 @@ class Team:
         self.guard, self.guard_failed = None if guard is None else guard.fresh(), False
         if self.guard is not None:
             facts = prompt.columns.get(params.guard_facts) if params.guard_facts else None
-            self.guard.confirm([facts] if isinstance(facts, str) else [str(f) for f in facts or ()])
+            self.guard.confirm([as_text(f) for f in ([facts] if isinstance(facts, (str, bytes)) else facts or ())])
         self.contracts = Contracts({} if contract is None else {"sub": (contract,)})
 
     def work(self, tasks: Sequence[Any], turn: int) -> Generator[Any, Any, list[str]]:
         """What the main agent reads of the results of these tasks."""
-        p, chat = self.params, self.chat
-        contexts = [
-            Trajectory(chat.prompt([{"role": "user", "content": p.sub_prompt.replace("{task}", str(t))}]))
-            for t in tasks
-        ]
-        answers = yield [Generate(c, max_tokens=p.sub_tokens) for c in contexts]
-        made = [c.add(a) for c, (a,) in zip(contexts, answers, strict=True)]
-        rows = [row.turn(0) if len(row) else row for row in made]
-        said = [result_of(chat.decode(row.tokens)) for row in rows]
-        self._count([len(answer.tokens) for (answer,) in answers])
-        packets = [self._packet(text) for text in said]
-        read = [text for text, _ in packets]
+        p, results = self.params, []
+        for number, task in enumerate(tasks, start=len(self.rows) + 1):
+            asked = {"role": "user", "content": p.sub_prompt.replace("{task}", as_text(task))}
+            results.append(_Result(f"{p.sub_agent} {number}", Trajectory(self.chat.prompt([asked]))))
+        yield from self._answer(results)
         if self.guard is not None:
-            waiting = [i for i, (_, valid) in enumerate(packets) if valid]
-            for attempt in range(p.guard_retries + 1):
-                decisions = yield from self._check({i: read[i] for i in waiting}, attempt, turn)
-                back: dict[int, Trajectory] = {}  # those that answer again
-                closed = []  # those that cannot
-                for i, decision in zip(waiting, decisions, strict=True):
-                    if decision.released is not None:
-                        read[i] = decision.released
-                    elif (asked := self._asked_again(rows[i], decision.feedback)) is not None:
-                        back[i] = asked
-                    else:
-                        closed.append(i)
-                last = yield from self._check({i: read[i] for i in closed}, p.guard_retries, turn)
-                for i, decision in zip(closed, last, strict=True):
-                    read[i] = decision.released or ""
-                if not back:
-                    break
-                answers = yield [Generate(row, max_tokens=p.sub_tokens) for row in back.values()]
-                waiting = []
-                for (i, row), (answer,) in zip(back.items(), answers, strict=True):
-                    rows[i] = row.add(answer)
-                    if answer.tokens:
-                        rows[i] = rows[i].turn(len(row))
-                    said[i] = result_of(chat.decode(answer.tokens))
-                    packets[i] = self._packet(said[i])
-                    read[i] = packets[i][0]
-                    if packets[i][1]:
-                        waiting.append(i)
-                self._count([len(answer.tokens) for (answer,) in answers])
-        self.rows += rows
-        self.results += said
-        self.invalid += [float(not valid) for _, valid in packets]
-        return read
+            yield from self._guarded(results, turn)
+        self.rows += [r.row for r in results]
+        self.results += [r.said for r in results]
+        self.invalid += [float(not r.valid) for r in results]
+        return [r.read for r in results]
 
-    def _count(self, tokens: Sequence[int]) -> None:
-        """Turns of these lengths: each answers a message and is one."""
-        self.turns += len(tokens)
-        self.tokens += sum(tokens)
-        self.messages += 2 * len(tokens)
+    def _answer(self, results: Sequence[_Result]) -> Generator[Any, Any, None]:
+        """Each sub-agent speaks: its answer to a message is a turn of its row."""
+        answers = yield [Generate(r.row, max_tokens=self.params.sub_tokens) for r in results]
+        for r, (answer,) in zip(results, answers, strict=True):
+            start, r.row = len(r.row), r.row.add(answer)
+            if answer.tokens:
+                r.row = r.row.turn(start)
+            r.said = result_of(self.chat.decode(answer.tokens))
+            r.read, r.valid = self._packet(r.said)
+            self.tokens += len(answer.tokens)
+        self.turns += len(results)
+        self.messages += 2 * len(results)
+
+    def _guarded(self, results: Sequence[_Result], turn: int) -> Generator[Any, Any, None]:
+        """The guard checks valid results. What it sends back is answered again, at most `guard_retries` times."""
+        waiting, last = [r for r in results if r.valid], self.params.guard_retries
+        for attempt in range(last + 1):
+            back, closed = [], []
+            decisions = yield from self._check(waiting, attempt, turn)
+            for r, decision in zip(waiting, decisions, strict=True):
+                if decision.released is not None:
+                    r.read = decision.released
+                elif (asked := self._asked_again(r.row, decision.feedback)) is not None:
+                    r.row = asked
+                    back.append(r)
+                else:
+                    closed.append(r)
+            for r, decision in zip(closed, (yield from self._check(closed, last, turn)), strict=True):
+                r.read = decision.released or ""
+            if not back:
+                return
+            yield from self._answer(back)
+            waiting = [r for r in back if r.valid]
 
     def _packet(self, text: str) -> tuple[str, bool]:
         """What the contract lets through, and whether it is the result."""
@@ -107,19 +121,18 @@ class Team:
         packet = checked.packet
         return packet if isinstance(packet, str) else json.dumps(packet, ensure_ascii=False), True
 
-    def _check(self, results: dict[int, str], attempt: int, turn: int) -> Generator[Any, Any, list[GuardDecision]]:
-        """What becomes of results, by their place among those of this turn."""
+    def _check(self, results: Sequence[_Result], attempt: int, turn: int) -> Generator[Any, Any, list[GuardDecision]]:
+        """What becomes of results."""
         if not results:
             return []
         if not self.guard_failed:
-            p, first = self.params, len(self.rows) + 1
-            messages = [(f"{p.sub_agent} {first + i}", text) for i, text in results.items()]
+            p, messages = self.params, [(r.sender, r.read) for r in results]
             arguments = (self.guard, p.main_agent, messages, attempt, turn)
             called: Called = yield Call(_checked, arguments, p.timeout * len(messages), "the guard")
             if not called.error:
                 return list(called.value)
             self.guard_failed = True  # its thread may still be at work, so this guard is not used again
-        return [GuardDecision(f"{TAG} {text}", "", {}) for text in results.values()]
+        return [GuardDecision(f"{TAG} {r.read}", "", {}) for r in results]
 
     def _asked_again(self, row: Trajectory, feedback: str) -> Trajectory | None:
         """The row with the feedback; None if the sub-agent cannot answer it."""
