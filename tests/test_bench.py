@@ -421,15 +421,16 @@ def test_a_run_that_refuses_says_why():
 def test_a_killed_command_leaves_no_run_behind():
     """Or it would go on writing the log of the run that the next command begins anew."""
     code = """
-import multiprocessing, threading, time
-from rl_plugins.lab.bench.runs import _end_with_parent
+import multiprocessing, os, time
+from rl_plugins.runtime import processes
 
-def run():
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def run(variables):
+    os.environ |= variables
+    processes.end_with_command()
     time.sleep(100)
 
 if __name__ == "__main__":
-    process = multiprocessing.get_context("forkserver").Process(target=run)
+    process = multiprocessing.get_context("forkserver").Process(target=run, args=(processes.environment(),))
     process.start()
     print(process.pid, flush=True)
     process.join()

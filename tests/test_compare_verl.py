@@ -394,13 +394,14 @@ def test_a_comparison_that_is_ended_leaves_nothing(fake, tmp_path, ended):
     """Ctrl-C goes to the command and the process of the run, SIGTERM only to that; after SIGKILL it is alone."""
     (run,) = fake("wait").runs
     program = (
-        "import subprocess, sys\n"
-        "p = subprocess.Popen(sys.argv[1:])\n"
+        "import os, pathlib, subprocess, sys\n"
+        "from rl_plugins.runtime.processes import environment\n"
+        "p = subprocess.Popen(sys.argv[2:], env=os.environ | environment(pathlib.Path(sys.argv[1])))\n"
         "try:\n    p.wait()\nfinally:\n    p.terminate()\n    p.wait()\n"
     )
     environment = {**os.environ, LOG_VARIABLE: str(run.log_file)}
     run.folder.mkdir(parents=True)
-    command = [sys.executable, "-c", program, sys.executable, "-m", run.worker, *run.arguments]
+    command = [sys.executable, "-c", program, str(run.folder), sys.executable, "-m", run.worker, *run.arguments]
     process = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.DEVNULL)
     ids = pids(tmp_path, 2)
     worker = [p.pid for p in psutil.Process(process.pid).children()]

@@ -10,7 +10,7 @@ import typer
 
 from rl_plugins.commands.shared.options import Force, HostName, OfRun
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.files import claim, write_text
+from rl_plugins.core.files import write_text
 
 
 class AdapterKind(enum.StrEnum):
@@ -73,8 +73,6 @@ def write(
             "tokens. Leave them out, or give another --adapter."
         )
     suffix = "txt" if host == HostName.verl else "yaml"
-    if not force:
-        claim(out, "heads")
     files = [out / f"head_{head}.{suffix}" for head in range(heads)]
     there = [file for file in files if file.exists()]
     if there and not force:

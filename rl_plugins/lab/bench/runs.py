@@ -6,14 +6,12 @@ does not begin with ten seconds of imports. A run that fails is noted with its e
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +22,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rl_plugins.core.errors import RLPluginsError
+from rl_plugins.core.files import json_lines, write_text
 from rl_plugins.lab.bench.results import BenchRun, Results
 from rl_plugins.lab.bench.tasks import task_of
 from rl_plugins.lab.bench.variants import BenchVariant
 from rl_plugins.lab.compare.plan import LOG_VARIABLE
+from rl_plugins.runtime import processes
 
 LIMIT = 600.0  # seconds of one run, after which it counts as failed
 PRELOADED = ["torch", "transformers", "datasets", "trl", "trl.scripts.grpo", "rl_plugins.trl.commands.script"]
@@ -137,20 +137,20 @@ def _begin(w: Waiting, out: Path, policy: Callable[[str], Path], context: Any) -
         task.write_data(data)
     values = variant.config(task, task.config(policy(task.environment).absolute(), data.absolute()))
     values |= {"seed": w.seed, "output_dir": str(folder.absolute() / "trainer")}
-    (folder / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
-    process = context.Process(target=_train, args=(str(folder.absolute()), variant.script))
+    write_text(folder / "config.yaml", yaml.safe_dump(values, sort_keys=False))
+    args = (str(folder.absolute()), variant.script, processes.environment(folder))
+    process = context.Process(target=_train, args=args)
     process.start()
     return w, process, time.monotonic()
 
 
-def _train(folder: str, script: str) -> None:
+def _train(folder: str, script: str, variables: Mapping[str, str]) -> None:
     """In the process of a run: a script, such as that of `rl-plugins trl grpo`, with the config in the folder."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     place = Path(folder)
     output = os.open(place / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.environ[LOG_VARIABLE] = str(place / "log.jsonl")
+    os.environ |= {LOG_VARIABLE: str(place / "log.jsonl"), **variables}
     sys.argv = ["rl-plugins bench", "--config", str(place / "config.yaml")]
     import torch
 
@@ -167,18 +167,9 @@ def _train(folder: str, script: str) -> None:
     os._exit(0)  # nothing of the server's state is cleaned up twice
 
 
-def _end_with_parent() -> None:
-    """A command that is killed leaves no run behind, which would go on writing where the next command begins anew."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
 def _read(w: Waiting, out: Path, code: int | None, seconds: float) -> BenchRun:
     folder = w.folder(out)
-    file = folder / "log.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    lines = json_lines(folder / "log.jsonl")
     error = ""
     if code != 0:
         said = (folder / "output.txt").read_text(errors="replace").strip().splitlines()

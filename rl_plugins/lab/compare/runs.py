@@ -6,6 +6,7 @@ where it stopped. A run that fails stops the comparison, with the end of its out
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -21,7 +22,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from rl_plugins.core.errors import RLPluginsError
+from rl_plugins.core.files import json_lines, write_text
 from rl_plugins.lab.compare.plan import LOG_VARIABLE, Comparison, PlannedRun
+from rl_plugins.runtime import processes
+
+PATIENCE = 10.0  # seconds in which a run that is told to stop may end by itself
 
 
 @dataclass
@@ -41,13 +46,7 @@ def is_finished(run: PlannedRun) -> bool:
 
 def read_log(run: PlannedRun) -> list[dict[str, Any]]:
     """The lines a run has logged so far; a line that is still being written is left out."""
-    lines = []
-    for line in run.log_file.read_text().splitlines() if run.log_file.exists() else ():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            break
-    return lines
+    return json_lines(run.log_file)
 
 
 def run_all(
@@ -108,20 +107,27 @@ def _run_all(comparison: Comparison, jobs: int, watch: str, console: Console, en
         finally:
             for r in running:
                 r.process.terminate()
+            for r in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    r.process.wait(PATIENCE)
+                processes.end_all(r.run.folder)
                 r.process.wait()
                 r.output.close()
     return time.monotonic() - start
 
 
 def _begin(run: PlannedRun, progress: Progress, environment: dict[str, str]) -> _Running:
+    processes.end_all(run.folder)  # of a command that was killed
     shutil.rmtree(run.folder, ignore_errors=True)
     run.folder.mkdir(parents=True)
     run.write_config()
     output = (run.folder / "output.txt").open("wb")
     command = [*(run.launcher or (sys.executable,)), "-m", run.worker, *run.arguments]
-    (run.folder / "command.json").write_text(json.dumps(command, indent=1))
-    environ = {**os.environ, **environment, LOG_VARIABLE: str(run.log_file)}
-    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environ)
+    write_text(run.folder / "command.json", json.dumps(command, indent=1))
+    ours = {LOG_VARIABLE: str(run.log_file), **processes.environment(run.folder)}
+    process = subprocess.Popen(
+        command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment, **ours}
+    )
     task = progress.add_task(f"{run.variant.label} seed {run.seed}", total=None, value="starting")
     return _Running(run, process, task, output)
 
@@ -137,8 +143,9 @@ def _show(r: _Running, progress: Progress, watch: str) -> None:
 
 def _end(r: _Running) -> None:
     r.output.close()
+    processes.end_all(r.run.folder)
     if r.process.returncode == 0:
-        (r.run.folder / "finished.json").write_text(json.dumps({"fingerprint": r.run.fingerprint}))
+        write_text(r.run.folder / "finished.json", json.dumps({"fingerprint": r.run.fingerprint}))
         return
     end = _last_lines(r.run.folder / "output.txt")
     raise RLPluginsError(

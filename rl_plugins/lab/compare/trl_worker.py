@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.lab.compare.plan import LOG_VARIABLE
+from rl_plugins.runtime.processes import end_with_command
 
 
 def main(script: str = "rl_plugins.trl.commands.script") -> None:
@@ -18,11 +19,11 @@ def main(script: str = "rl_plugins.trl.commands.script") -> None:
     Args:
         script: module whose `main` trains.
     """
-    from transformers import TrainerCallback
-    from transformers import trainer as hf_trainer
-
+    end_with_command()
     file = Path(os.environ[LOG_VARIABLE])
     start = time.monotonic()
+    from transformers import TrainerCallback
+    from transformers import trainer as hf_trainer
 
     class LogLines(TrainerCallback):  # type: ignore[misc]
         """Every log of the trainer as a line of JSON, with the step and the seconds since the training began."""

@@ -1,13 +1,12 @@
 """One run of a comparison: `python -m verl.trainer.main_ppo`, its log as the report reads it, and no process left.
 
-Ray's daemons outlive a driver that was killed. So every process of the run carries a mark in its environment, and this
-process, which starts verl and waits for it, ends whatever still has it: after the run, when it is told to stop
-(SIGTERM, Ctrl-C), and when the command that started it is gone.
+Ray's daemons outlive a driver that was killed. So this process, which starts verl and waits for it, ends whatever still
+belongs to the run (`processes.end_all`): after the run, when it is told to stop (SIGTERM, Ctrl-C), and when the command
+that started it is gone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -15,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,8 +21,8 @@ from typing import Any
 
 from rl_plugins.lab.compare.plan import LOG_VARIABLE
 from rl_plugins.lab.compare.verl import METRICS
+from rl_plugins.runtime.processes import command, end_all
 
-MARK = "RL_PLUGINS_COMPARE_RUN"
 STEPS = re.compile(r"\+{0,2}trainer\.total_training_steps=(\d+)")
 VALIDATION = re.compile(r"val-(?:core|aux)/.+/([^/]+)/mean@\d+")
 
@@ -37,8 +35,7 @@ def main() -> int:
     """
     overrides = sys.argv[1:]
     log = Path(os.environ[LOG_VARIABLE])
-    mark, parent = uuid.uuid4().hex, os.getppid()
-    stopped = False
+    stopped, command_runs = False, command()
 
     def stop(*_: Any) -> None:
         nonlocal stopped
@@ -46,12 +43,13 @@ def main() -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    environment = {**os.environ, "HYDRA_FULL_ERROR": "1", "RAY_COLOR_PREFIX": "0", MARK: mark}
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides]
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    environment = {**os.environ, "HYDRA_FULL_ERROR": "1", "RAY_COLOR_PREFIX": "0"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *overrides], env=environment, start_new_session=True
+    )
 
     def running() -> bool:
-        return process.poll() is None and not stopped and os.getppid() == parent
+        return process.poll() is None and not stopped and command_runs()
 
     steps = next((int(m[1]) for m in map(STEPS.fullmatch, reversed(overrides)) if m), None)
     logged = False
@@ -64,7 +62,7 @@ def main() -> int:
             print(f"verl ended and has logged nothing to {log.with_name(METRICS)}.", file=sys.stderr)
         return 0 if process.poll() == 0 and logged else 1
     finally:
-        end_marked(mark)
+        end_all(log.parent)
         process.wait()
 
 
@@ -117,22 +115,6 @@ def translate(records: Iterable[dict[str, Any]], max_steps: int | None) -> Itera
             line["eval_reward"] = means["reward"]
         line |= {"step": record["step"], "max_steps": max_steps, "seconds": seconds}
         yield line
-
-
-def end_marked(mark: str, tries: int = 10) -> None:
-    """Kills every process of this user that has the mark. Ray's daemons ignore SIGTERM."""
-    import psutil
-
-    for _ in range(tries):
-        found = False
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get(MARK) == mark:
-                    found = True
-                    process.kill()
-        if not found:
-            return
-        time.sleep(0.2)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from rl_plugins.core.files import whole
 from rl_plugins.core.method import Bundle
 from rl_plugins.lab.compare.plan import CONFIG, LOG_VARIABLE, Comparison, Variant
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.processes import end_with_command
 
 SHORT_BATCHES, LONG_BATCHES = 40, 120
 LABELS = {
@@ -113,6 +114,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--method_params", default="{}", help="parameters of the methods, as JSON")
     parser.add_argument("--methods", nargs="*", default=[], help="methods in order; none: GRPO")
     given = parser.parse_args(words)
+    end_with_command()
 
     from diffusers import DiTTransformer2DModel
 

@@ -21,6 +21,7 @@ import torch
 import trl
 
 from rl_plugins.core.errors import ConfigError, RLPluginsError, did_you_mean, shortened, shown
+from rl_plugins.runtime import processes
 from rl_plugins.runtime.config_text import read_yaml
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.trl.changes import changed
@@ -173,6 +174,7 @@ def launch(argv: Sequence[str], script: Script = GRPO) -> int:
 
     arguments = sort_arguments(argv, script)
     build_stack(arguments.methods, arguments.method_params)
+    os.environ.update(processes.environment())
     try:
         launch_command(_launch_namespace(arguments, script))
     except subprocess.CalledProcessError as e:
@@ -355,7 +357,9 @@ def _status(code: int) -> int:
 
 
 def main_of(run: Callable[[Sequence[str]], None]) -> None:
-    """One process of a run: an error of rl-plugins is one paragraph and status 2, any other keeps its traceback."""
+    """One process of a run: an error of rl-plugins is one paragraph and status 2, any other keeps its traceback. It
+    ends with the command that launched it."""
+    processes.end_with_command()
     try:
         run(sys.argv[1:])
     except RLPluginsError as e:
