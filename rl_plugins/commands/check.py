@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import os
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rl_plugins.core.errors import ConfigError, shortened, shown
+from rl_plugins.core.files import read_json
 
 if TYPE_CHECKING:
     from rl_plugins.core.method import Method
@@ -63,7 +63,7 @@ def _read_rows(path: Path | None) -> list[dict[str, Any]]:
     if path is None:
         return []
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = [read_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(
             f"--rows {shown(str(path))} cannot be read: {shortened(e)}. Give a file with one JSON object a line."

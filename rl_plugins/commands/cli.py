@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import typer
@@ -26,18 +27,24 @@ from rl_plugins.commands.scale import scale
 from rl_plugins.commands.shared.options import LOOK
 from rl_plugins.commands.suggest import suggest
 from rl_plugins.commands.train_adapter import train_adapter
-from rl_plugins.core.errors import RLPluginsError
+from rl_plugins.core.errors import RLPluginsError, printable
 
 
 class _Commands(TyperGroup):
-    """Turns errors of rl-plugins into one paragraph on stderr and exit status 2."""
+    """Turns errors of rl-plugins, and paths that cannot be read or written, into one paragraph on stderr and exit
+    status 2. An error of the user's code keeps its traceback, and so does everything while a model trains."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except RLPluginsError as e:
-            typer.echo(f"rl-plugins: {e}", err=True)
-            raise typer.Exit(2) from None
+            told = str(e)
+        except OSError as e:
+            if e.filename is None or ctx.invoked_subcommand == "trl":
+                raise
+            told = f"{printable(os.fspath(e.filename))}: {e.strerror}. Give a path that can be read or written."
+        typer.echo(f"rl-plugins: {told}", err=True)
+        raise typer.Exit(2)
 
 
 app = typer.Typer(cls=_Commands, pretty_exceptions_enable=False, **LOOK)

@@ -11,7 +11,7 @@ import typer
 
 from rl_plugins.commands.shared.options import Force
 from rl_plugins.core.errors import ConfigError, shortened
-from rl_plugins.core.files import whole, write_text
+from rl_plugins.core.files import read_json, whole, write_text
 
 READ = (".parquet", ".jsonl", ".csv")
 WRITTEN = (".parquet", ".jsonl")
@@ -83,7 +83,7 @@ def read_rows(path: Path) -> list[Mapping[str, Any]]:
     try:
         if path.suffix == ".jsonl":
             with path.open(encoding="utf-8") as f:
-                return [json.loads(line) for line in f if line.strip()]
+                return [read_json(line) for line in f if line.strip()]
         import pyarrow.csv
         import pyarrow.parquet
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rl_plugins.core.errors import ConfigError, shortened
+from rl_plugins.core.files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +113,6 @@ def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
         if path.suffix == ".csv":
             yield from csv.DictReader(f)
         elif path.suffix == ".jsonl":
-            yield from (json.loads(line) for line in f if line.strip())
+            yield from (read_json(line) for line in f if line.strip())
         else:
             raise ValueError("it must end in .csv or .jsonl")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.errors import ConfigError, shortened
 
 
 @contextlib.contextmanager
@@ -92,6 +92,35 @@ def claim(folder: Path, kind: str) -> None:
         raise ConfigError(f"The folder {folder} cannot be written: {e.strerror or e}. Give another one.") from None
 
 
+def read_json(text: str | bytes) -> Any:
+    """The content of a text as JSON.
+
+    Raises:
+        ValueError: it is no JSON, or nested deeper than Python reads.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+@contextlib.contextmanager
+def parquet_of(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Around what reads a parquet file.
+
+    Raises:
+        ConfigError: the file is damaged. One that is not there raises FileNotFoundError, as ever.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as e:  # pyarrow's errors are either
+        if isinstance(e, FileNotFoundError) or getattr(e, "filename", None) is not None:
+            raise
+        raise ConfigError(
+            f"{os.fspath(path)} is no whole parquet file: {shortened(e)}. Write or copy it again."
+        ) from None
+
+
 def json_lines(file: str | os.PathLike[str]) -> list[Any]:
     """The lines of a file of JSON that grows; a last one that is not whole is left out: a process was killed in it, or
     is writing it. Empty if there is no file.
@@ -104,7 +133,7 @@ def json_lines(file: str | os.PathLike[str]) -> list[Any]:
     except FileNotFoundError:
         return []
     last = lines.pop()
-    found = [json.loads(line) for line in lines if line.strip()]
+    found = [read_json(line) for line in lines if line.strip()]
     with contextlib.suppress(ValueError):  # UnicodeDecodeError is one
-        found.append(json.loads(last))
+        found.append(read_json(last))
     return found

@@ -28,7 +28,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 from rl_plugins.core.errors import ConfigError, MethodError, shortened, shown
+from rl_plugins.core.files import read_json
 from rl_plugins.kit.http import Web
+from rl_plugins.kit.prompts import as_messages, as_text
 from rl_plugins.kit.threads import Threads
 
 if TYPE_CHECKING:
@@ -324,7 +326,7 @@ class ChatEndpoint:
         messages = [{"role": "user", "content": content}]
         reply = self._web.post("/chat/completions", json={**self.options, **options, "messages": messages})
         try:
-            return str(json.loads(reply.text)["choices"][0]["message"]["content"] or "")
+            return as_text(read_json(reply.text)["choices"][0]["message"]["content"])
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
             raise ValueError(f"{self._web.url} gave no chat completion: {self._web.said(reply.text)}.") from None
 
@@ -422,7 +424,7 @@ class Endpoint:
 
     def _of_json(self, text: str) -> tuple[float, ...]:
         try:
-            found = json.loads(text)
+            found = read_json(text)
             values = [found[key] for key in self.keys]
             if any(isinstance(value, (bool, str)) for value in values):
                 raise ValueError("a number is needed")
@@ -462,17 +464,15 @@ def _schema(keys: Sequence[str]) -> dict[str, Any]:
 
 def fill(template: str, fields: Mapping[str, Any]) -> str:
     """`template` with every `{name}` of a field replaced, once: what is put in is not looked at again."""
-    return re.sub(r"\{(\w+)\}", lambda m: str(fields[m[1]]) if m[1] in fields else m[0], template)
+    return re.sub(r"\{(\w+)\}", lambda m: as_text(fields[m[1]]) if m[1] in fields else m[0], template)
 
 
 def prompt_text(prompt: Any) -> str:
     """A prompt as text: itself, the content of its only message, or all its messages with their roles."""
-    if isinstance(prompt, str):
-        return prompt
-    messages = [m if isinstance(m, Mapping) else {"content": m} for m in prompt]
+    messages = as_messages(prompt)
     if len(messages) == 1:
-        return str(messages[0].get("content", ""))
-    return "\n\n".join(f"{m.get('role', 'user')}: {m.get('content', '')}" for m in messages)
+        return as_text(messages[0].get("content"))
+    return "\n\n".join(f"{m.get('role', 'user')}: {as_text(m.get('content'))}" for m in messages)
 
 
 def media_of(run: Run) -> str:
@@ -503,17 +503,17 @@ def empty_column(dataset: Any, column: str) -> bool:
 def with_task(prompt: Any, change: Callable[[str], str]) -> Any:
     """A prompt, text or messages, whose task is changed: the text, or that of the user's last message, whose other
     parts (images) stay and come first. A new object."""
-    if isinstance(prompt, str):
-        return change(prompt)
-    messages = [dict(message) for message in prompt]
+    if isinstance(prompt, (str, bytes)):
+        return as_text(change(as_text(prompt)))
+    messages = as_messages(prompt)
     last = max((i for i, m in enumerate(messages) if m.get("role") == "user"), default=len(messages) - 1)
-    content = messages[last].get("content") or ""
-    if isinstance(content, str):
-        messages[last]["content"] = change(content)
-    else:
+    content = messages[last].get("content")
+    if isinstance(content, (list, tuple)):
         others = [part for part in content if part.get("type") != "text"]
-        text = "\n".join(part["text"] for part in content if part.get("type") == "text")
-        messages[last]["content"] = [*others, {"type": "text", "text": change(text)}]
+        text = "\n".join(as_text(part["text"]) for part in content if part.get("type") == "text")
+        messages[last]["content"] = [*others, {"type": "text", "text": as_text(change(text))}]
+    else:
+        messages[last]["content"] = as_text(change(as_text(content)))
     return messages
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 
 def between(text: str, begin: str, end: str) -> list[str]:
     """The stretches of `text` from each `begin` to the next `end`, without overlap, as `re.findall(begin(.*?)end)`.
@@ -16,15 +13,3 @@ def between(text: str, begin: str, end: str) -> list[str]:
         found.append(text[start + len(begin) : stop])
         at = stop + len(end)
     return found
-
-
-def read_json(text: str | bytes) -> Any:
-    """The content of a text as JSON.
-
-    Raises:
-        ValueError: it is no JSON, or nested deeper than Python reads.
-    """
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None

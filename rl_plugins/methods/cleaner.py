@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any, Literal
 
 from rl_plugins import Call, ConfigError, Idle, Method, MethodError, Program, Prompt, Trajectory, param
+from rl_plugins.core.files import read_json
 from rl_plugins.core.params import GIVEN, above
 from rl_plugins.core.requests import Kind
 from rl_plugins.kit.agents import AgentParams, Episode, Opened, act, episodes, finish, generate, go_on, reply
-from rl_plugins.kit.texts import read_json
 
 PATTERNS = (
     *("ImportError", "ModuleNotFoundError", "SyntaxError", "IndexError", "IndentationError", "NameError", "TypeError"),

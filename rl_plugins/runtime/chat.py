@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import read_json
+from rl_plugins.kit.prompts import as_content, as_text
 
 TEMPLATE_FILES = (
     "tokenizer_config.json",
@@ -34,7 +35,7 @@ def has_template(folder: str | Path) -> bool | None:
         return None
     others = [f for pattern in TEMPLATE_FILES[2:] for f in Path(folder).glob(pattern)]
     try:
-        told = [json.loads(f.read_text(encoding="utf-8")) for f in Path(folder).glob("*_config.json")]
+        told = [read_json(f.read_text(encoding="utf-8")) for f in Path(folder).glob("*_config.json")]
     except (OSError, ValueError):
         return None
     return bool(others) or any(isinstance(t, dict) and t.get("chat_template") for t in told)
@@ -63,7 +64,7 @@ class TokenizerChat:
         return self._eos
 
     def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        return tuple(self.tokenizer.encode(as_text(text), add_special_tokens=False))
 
     def decode(self, tokens: Sequence[int], special: bool = False) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=not special))
@@ -101,7 +102,7 @@ class TokenizerChat:
                 "(tokenizer.chat_template), or give the prompts as texts to a method that needs no conversation."
             )
         ids = self.tokenizer.apply_chat_template(
-            [dict(m) for m in messages],
+            [{**m, "content": as_content(m["content"])} if m.get("content") is not None else dict(m) for m in messages],
             add_generation_prompt=generate,
             tokenize=True,
             return_dict=False,

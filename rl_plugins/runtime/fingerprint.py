@@ -24,6 +24,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rl_plugins.core.files import parquet_of
+
 MAX_BYTES = 4 << 30  # of Arrow data that are hashed; the columns beyond, largest last, are sampled
 MAX_ROWS = 32_768  # of other datasets, whose rows may be slow to make
 SAMPLE = 2048  # rows of a column that is too large
@@ -246,7 +248,10 @@ def _parquet_files(dataset: Any) -> list[str]:
 def _of_files(files: list[str]) -> _Arrow:
     import pyarrow.parquet as pq
 
-    opened = [pq.ParquetFile(f) for f in files]
+    opened = []
+    for file in files:
+        with parquet_of(file):
+            opened.append(pq.ParquetFile(file))
     sizes = dict.fromkeys(opened[0].schema_arrow.names, 0)
     for file in opened:
         for g in range(file.num_row_groups):

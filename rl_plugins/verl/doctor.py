@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.core.errors import ConfigError, RLPluginsError
+from rl_plugins.core.files import parquet_of
 from rl_plugins.core.rollouts import Plan
 from rl_plugins.runtime.report import (
     VARIABLES,
@@ -213,7 +214,10 @@ class ParquetRows:
         import pyarrow.parquet  # type: ignore[import-untyped]
 
         self.prompt_key = prompt_key
-        opened = [pyarrow.parquet.ParquetFile(file) for file in files]
+        opened = []
+        for file in files:
+            with parquet_of(file):
+                opened.append(pyarrow.parquet.ParquetFile(file))
         self._groups = [(f, g) for f in opened for g in range(f.metadata.num_row_groups)]
         self._ends = [0]
         for file, group in self._groups:

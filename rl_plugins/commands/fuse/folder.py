@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rl_plugins.core.errors import ConfigError, shortened
+from rl_plugins.core.files import read_json
 from rl_plugins.tools.fusion import Floats, spans
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -121,7 +121,7 @@ class ModelFolder:
     def config(self) -> dict[str, Any]:
         """The model's config.json, empty without one."""
         try:
-            read = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+            read = read_json((self.path / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return read if isinstance(read, dict) else {}
@@ -166,7 +166,7 @@ def _files(name: str, path: Path) -> tuple[list[Path], Path | None, dict[str, st
         raise ConfigError(f"`{name}` ({path}) has several indices: {', '.join(i.name for i in indices)}. Leave one.")
     if indices:
         try:
-            weight_map = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"]
+            weight_map = read_json(indices[0].read_text(encoding="utf-8"))["weight_map"]
             expected = {str(tensor): str(file) for tensor, file in weight_map.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise ConfigError(f"`{name}`: the index {indices[0]} cannot be read ({shortened(e)}). Save the model "
@@ -195,7 +195,7 @@ def _header(name: str, file: Path) -> dict[str, StoredTensor]:
             checked.keys()
         with file.open("rb") as f:
             length = int.from_bytes(f.read(8), "little")
-            entries = json.loads(f.read(length))
+            entries = read_json(f.read(length))
     except (SafetensorError, OSError, ValueError) as e:
         raise ConfigError(
             f"`{name}`: {file} is no whole safetensors file ({shortened(e)}). Copy or save it again."

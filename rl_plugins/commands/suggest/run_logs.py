@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.core.errors import ConfigError, shortened
+from rl_plugins.core.files import read_json
 
 FILES = (
     "trainer_state.json (TRL), log.jsonl (`rl-plugins compare`), .jsonl of verl's file logger, or TensorBoard events"
@@ -91,12 +91,12 @@ def _json_rows(file: Path) -> Iterator[Mapping[str, Any]]:
     text = file.read_text(encoding="utf-8", errors="replace")
     try:
         if file.suffix == ".json":
-            rows = json.loads(text)
+            rows = read_json(text)
             rows = rows.get("log_history") if isinstance(rows, dict) else rows
         else:
             lines = [line for line in text.splitlines(keepends=True) if line.strip()]
             whole = lines if text.endswith("\n") else lines[:-1]  # a run in progress is still writing the last one
-            rows = [json.loads(line) for line in (whole or lines)]
+            rows = [read_json(line) for line in (whole or lines)]
     except ValueError as e:
         raise ConfigError(f"{file} cannot be read as JSON: {shortened(e)}. Give {FILES}.") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):

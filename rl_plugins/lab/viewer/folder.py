@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import parquet_of
 
 Record = dict[str, Any]
 _NUMBER = re.compile(r"batch-(\d+)\.parquet")
@@ -103,9 +104,11 @@ class TraceFolder:
         """A file of the trace; of the columns, those it has."""
         import pyarrow.parquet as pq
 
-        file = pq.ParquetFile(self.path / name / f"batch-{number:08d}.parquet")
-        there = file.schema_arrow.names
-        return file.read(None if columns is None else [c for c in columns if c in there], use_threads=False)
+        path = self.path / name / f"batch-{number:08d}.parquet"
+        with parquet_of(path):
+            file = pq.ParquetFile(path)
+            there = file.schema_arrow.names
+            return file.read(None if columns is None else [c for c in columns if c in there], use_threads=False)
 
     def _read_rollouts(self, number: int) -> Any:
         return self.table("rollouts", number)

@@ -12,7 +12,7 @@ import torch
 
 from rl_plugins import ConfigError
 from rl_plugins.core.errors import shortened
-from rl_plugins.core.files import whole, write_text
+from rl_plugins.core.files import read_json, whole, write_text
 from rl_plugins.methods.dots.predictor import Adapter
 
 FINGERPRINT = "dataset"  # key of the metadata
@@ -57,7 +57,7 @@ def load_embeddings(path: str | Path) -> tuple[Any, str | None]:
     try:
         if path.suffix == ".npy":
             values: Any = np.load(path, mmap_mode="r", allow_pickle=False)
-            note = json.loads(_beside(path).read_text()) if _beside(path).exists() else {}
+            note = read_json(_beside(path).read_text()) if _beside(path).exists() else {}
         else:
             from safetensors import safe_open
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rl_plugins.kit.texts import between, read_json
+from rl_plugins.core.files import read_json
+from rl_plugins.kit.texts import between
 
 GENERIC = "Error: the call failed. Check the function, its arguments and their values, and try again."
 UNREADABLE = (

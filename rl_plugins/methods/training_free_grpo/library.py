@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from rl_plugins import ConfigError
 from rl_plugins.core.errors import shortened
-from rl_plugins.core.files import write_text
-from rl_plugins.kit.texts import read_json
+from rl_plugins.core.files import read_json, write_text
+from rl_plugins.kit.prompts import as_text
 
 FORMAT = 1
 CHARACTERS = 16  # a word of a text may have on average
@@ -46,7 +46,7 @@ def _writable(value: Any) -> Any:
     """Without what cannot be written as UTF-8 (JSON may name half of a character), and without lists of lists."""
     if isinstance(value, list):
         return [_writable(part) for part in value if isinstance(part, str)]
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+    return as_text(value) if isinstance(value, str) else value
 
 
 def within(operations: Sequence[Operation], max_words: int) -> list[dict[str, Any]]:
@@ -195,11 +195,11 @@ def read_library(path: str | os.PathLike[str], max_words: int | None = None) -> 
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']!r}, this version of rl-plugins reads {FORMAT}")
-        texts = list(content["experiences"].values())
+        texts = [_writable(text) for text in content["experiences"].values()]
         if not all(_text(text) for text in texts):
             raise ValueError("an experience is no text")
         if max_words is not None:
-            texts = [o["content"] for o in within([{"content": _writable(text)} for text in texts], max_words)]
+            texts = [o["content"] for o in within([{"content": text} for text in texts], max_words)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ConfigError(
             f"the library {os.fspath(path)} cannot be read: {type(e).__name__}: {shortened(e)}. It must hold "

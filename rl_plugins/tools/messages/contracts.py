@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rl_plugins.core.errors import ConfigError, MethodError, shown
-from rl_plugins.kit.texts import read_json
+from rl_plugins.core.files import read_json
 from rl_plugins.tools.messages.schemas import KINDS, check_schema, mended, schema_errors
 
 LAYERS = ("reflex", "tactical", "strategic", "institutional")  # fast to slow

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import read_json
 
 _lock = threading.Lock()
 
@@ -38,7 +39,7 @@ def read_logs(folder: str | Path) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"{folder} has no file *.jsonl. Name the folder that `guard_log` of a run names.")
     for file in files:
         with file.open(encoding="utf-8") as lines:
-            yield from (json.loads(line) for line in lines if line.endswith("\n"))  # the last one may be unfinished
+            yield from (read_json(line) for line in lines if line.endswith("\n"))  # the last one may be unfinished
 
 
 def marker_run(records: Iterable[Mapping[str, Any]], agents: Sequence[str], marker: str) -> np.ndarray:

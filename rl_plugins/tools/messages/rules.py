@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Literal
 
-from rl_plugins.kit.texts import read_json
+from rl_plugins.core.files import read_json
 from rl_plugins.tools.messages.lineage import key
 
 Verdict = Literal["green", "yellow", "red"]
