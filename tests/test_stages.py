@@ -48,9 +48,9 @@ def test_each_phase_of_a_curriculum_with_its_token_limit() -> None:
 
 
 def test_what_other_methods_add_to_each_stage() -> None:
-    stages = told("mc_grpo", "brorl", brorl={"ramp": [[1, 8]]})
-    each = "9 (8 trained, 1 made to leave)"
-    assert stages == [("from batch 1", f"4 groups with {each} rollouts each; 36 rows generated, 32 of 32 trained")]
+    stages = told("brorl", "sol_rl_select", brorl={"ramp": [[1, 8]]}, sol_rl_select={"oversample": 2})
+    each = "16 (8 trained, 8 made to leave)"
+    assert stages == [("from batch 1", f"4 groups with {each} rollouts each; 64 rows generated, 32 of 32 trained")]
 
 
 @pytest.mark.parametrize(
