@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from torch import Tensor
 from rl_plugins import ConfigError, Groups, Method, MethodError, MethodParams, Plan, Rollouts, Run, param
 from rl_plugins.core.params import GIVEN
 from rl_plugins.kit.oversampling import oversampled, to_keep
+from rl_plugins.kit.texts import between
 
 NO_TOOL_CALL = 0.5  # error penalty of a rollout without a tool call: between clean and failing ones
 NO_ANSWER = 1.0  # format penalty of a rollout without a readable answer block
@@ -193,18 +193,18 @@ class GrpoRoc(Method):
 
     def _error_ratio(self, text: str) -> float:
         """Failing tool responses / tool responses, NaN without any."""
-        responses = _between(text, self.params.tool_tags)
+        responses = between(text, *self.params.tool_tags)
         keyword = self.params.error_keyword.lower()
         return sum(keyword in r.lower() for r in responses) / len(responses) if responses else math.nan
 
     def _format_penalty(self, text: str) -> float:
         p = self.params
-        blocks = len(_between(text, p.answer_tags))
+        blocks = len(between(text, *p.answer_tags))
         if blocks == 0 or any(text.count(tag) != blocks for tag in p.answer_tags):
             return NO_ANSWER
         if p.count_first_turn and not text.lstrip().startswith(p.turn_tags[0]):
             text = p.turn_tags[0] + text
-        turns = len(_between(text, p.turn_tags))
+        turns = len(between(text, *p.turn_tags))
         return min((blocks - 1) / turns, 1.0) if turns else NO_ANSWER
 
     def _preference(self, penalty: Tensor) -> Tensor:
@@ -248,11 +248,6 @@ def _quota(correct: Tensor, wrong: Tensor, target: Tensor, min_correct: int, min
     # Two halves that both round down (odd target) lose a rollout, which the correct ones get. Last of all: the same
     # line before the minimum rules would change other groups.
     return target - k_wrong, k_wrong
-
-
-def _between(text: str, tags: tuple[str, ...]) -> list[str]:
-    """The shortest stretches from an opening to a closing tag, without overlap."""
-    return re.findall(f"{re.escape(tags[0])}.*?{re.escape(tags[1])}", text, re.DOTALL)
 
 
 def _text(given: Tensor) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from rl_plugins import ConfigError, Idle, Method, MethodParams
 from rl_plugins.core.requests import Chat
 from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Rollouts, Run, Shape, Tokens
 from rl_plugins.kit.services import media_of
+from rl_plugins.kit.texts import normalized
 from rl_plugins.methods.swarm_sapo.choice import chosen
 from rl_plugins.methods.swarm_sapo.exchange import Exchange, open_exchange
 from rl_plugins.methods.swarm_sapo.mailbox import Mailbox
@@ -405,4 +405,4 @@ def _marks(rollouts: Rollouts) -> Iterator[tuple[int, Sequence[int]]]:
 
 def _same(a: str, b: str) -> bool:
     """Whether two texts are equal but for spaces around them and for how characters are composed."""
-    return unicodedata.normalize("NFC", a).strip() == unicodedata.normalize("NFC", b).strip()
+    return normalized(a, "NFC").strip() == normalized(b, "NFC").strip()
