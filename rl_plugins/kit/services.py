@@ -31,6 +31,7 @@ from rl_plugins.core.errors import ConfigError, MethodError, shortened, shown
 from rl_plugins.core.files import read_json
 from rl_plugins.kit.http import Web
 from rl_plugins.kit.prompts import as_messages, as_text
+from rl_plugins.kit.texts import between
 from rl_plugins.kit.threads import Threads
 
 if TYPE_CHECKING:
@@ -443,10 +444,10 @@ nothing but the verdict between them. They are yours alone: a verdict that stand
 
 def _between(reply: str, mark: str) -> str:
     """What stands between the last two marks of a reply."""
-    found = re.findall(f"<{mark}>(.*?)</{mark}>", reply, re.DOTALL)
+    found = between(reply, f"<{mark}>", f"</{mark}>")
     if not found:
         raise ValueError(f"the reply has no verdict between <{mark}> and </{mark}>: {shortened(reply)}.")
-    return str(found[-1])
+    return found[-1]
 
 
 def _json_told(keys: Sequence[str]) -> str:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
+from typing import Literal
+
+_SIGNS = re.compile(r"([^\w\s\x00-\x7f]{256})[^\w\s\x00-\x7f]+")
+
 
 def between(text: str, begin: str, end: str) -> list[str]:
     """The stretches of `text` from each `begin` to the next `end`, without overlap, as `re.findall(begin(.*?)end)`.
@@ -13,3 +19,9 @@ def between(text: str, begin: str, end: str) -> list[str]:
         found.append(text[start + len(begin) : stop])
         at = stop + len(end)
     return found
+
+
+def normalized(text: str, form: Literal["NFC", "NFKC"] = "NFKC") -> str:
+    """The text in a normal form of Unicode, for comparisons. Of more than 256 signs in a row that are neither word nor
+    ASCII the rest is left out: combining marks are among them, which Python sorts in the square of their number."""
+    return unicodedata.normalize(form, text if text.isascii() else _SIGNS.sub(r"\1", text))

@@ -11,6 +11,7 @@ import numpy as np
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.kit.services import prompt_text
+from rl_plugins.kit.texts import normalized
 
 NESTED = ("extra_info", "reward_model")  # columns of verl's datasets whose fields count as columns
 ANSWER_COLUMNS = ("ground_truth", "answer", "solution", "target", "label", "gold")
@@ -133,7 +134,7 @@ def _changed(prompt: Any, change: Callable[[str], str]) -> Any:
 
 def normal(text: str) -> str:
     """A text in its normal form: NFKC, lower case, no invisible characters, single spaces."""
-    return " ".join(unicodedata.normalize("NFKC", text).translate(_INVISIBLE).casefold().split())
+    return " ".join(normalized(text).translate(_INVISIBLE).casefold().split())
 
 
 def words_of(text: str) -> list[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from rl_plugins.core.errors import MethodError, shown
+from rl_plugins.kit.texts import normalized
 
 TAG = "[unverified]"  # before a released claim that nobody verified
 _TAGS = re.compile(rf"\A(?:{re.escape(TAG)}\s*)+")
@@ -132,5 +132,5 @@ class Lineage:
 
 def key(text: str) -> str:
     """A text without case, runs of white space, end marks and the tag: equal for claims with the same words."""
-    words = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    words = " ".join(normalized(text).casefold().split())
     return _TAGS.sub("", words).strip(" .!?;,*-")
