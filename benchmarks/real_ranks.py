@@ -1,21 +1,30 @@
-"""The share of a TRL step that is ours, in 1, 2 and 4 real processes: `RL_PLUGINS_SECONDS` beside TRL's own step time.
+"""The share of a TRL step that is ours, in 1, 2 and 4 real processes, beside TRL's own step time.
 
     python benchmarks/real_ranks.py --processes 1 2 4
 
 Each process is a gloo rank of one run of the embedded policy with the same rows in all; with more processes than cores
 they wait for each other, which counts in the step and, where it is in an exchange of ours, in `gather`.
+
+The clock is outside: it wraps functions while a run trains. Parts lie in each other, and a second belongs to the
+innermost one; the time inside TRL's own functions is nobody's.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 ARMS = {
     "gdpo": (["gdpo"], {}),
@@ -23,14 +32,96 @@ ARMS = {
     "minpro, 2 updates": (["minpro"], {"num_iterations": 2}),
     "vcpo, 2 updates": (["vcpo"], {"num_iterations": 2}),
 }
+HOST = ""  # the part of TRL's own functions
+
+
+class Clock:
+    """Seconds on the wall by part, of functions that are wrapped while it runs.
+
+    Attributes:
+        spent: part -> seconds since `take`.
+    """
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = defaultdict(float)
+        self._open: list[str] = []
+        self._since = 0.0
+
+    @contextlib.contextmanager
+    def watching(self, parts: dict[str, list[tuple[Any, str]]]) -> Iterator[Clock]:
+        """Wraps functions.
+
+        Args:
+            parts: part -> (class or module, name of the function in it).
+        """
+        with contextlib.ExitStack() as undo:
+            for part, functions in parts.items():
+                for owner, name in functions:
+                    plain = getattr(owner, name)
+                    undo.callback(setattr, owner, name, plain)
+                    setattr(owner, name, self.timed(part, plain))
+            yield self
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._book()
+            self._open.append(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._book()
+                self._open.pop()
+
+        return counted
+
+    def take(self) -> dict[str, float]:
+        """What was counted since the last time."""
+        found, self.spent = dict(self.spent), defaultdict(float)
+        return found
+
+    def _book(self) -> None:
+        now = time.perf_counter()
+        if self._open and self._open[-1] != HOST:
+            self.spent[self._open[-1]] += now - self._since
+        self._since = now
+
+
+def parts() -> dict[str, list[tuple[Any, str]]]:
+    """What is ours in a step of TRL, and TRL's own functions inside it."""
+    import torch.distributed
+    from accelerate import utils
+    from trl import GRPOTrainer
+
+    from rl_plugins.runtime import update
+    from rl_plugins.trl.trainer import MethodsMixin
+
+    batch = ("_generate_and_score_completions", "_generate", "_generate_single_turn", "_calculate_rewards")
+    return {
+        "driver": [(MethodsMixin, name) for name in batch],
+        "update": [(MethodsMixin, "compute_loss"), (update, "surrogate")],
+        "gather": [
+            *((utils, name) for name in ("broadcast_object_list", "gather_object")),
+            *((torch.distributed, n) for n in ("scatter_object_list", "gather_object", "all_to_all_single")),
+        ],
+        HOST: [(GRPOTrainer, n) for n in (*batch, "compute_loss", "_get_per_token_logps_and_entropies")],
+    }
 
 
 def worker(out: Path, rows: int, steps: int) -> None:
     """One rank of all arms."""
     import torch
     from cpu_runs import cpu_run
+    from transformers import TrainerCallback
 
     from rl_plugins.lab.demo import rewards
+
+    class Steps(TrainerCallback):  # type: ignore[misc]
+        def __init__(self, clock: Clock) -> None:
+            self.clock, self.found = clock, list[dict[str, float]]()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.found.append(self.clock.take())
 
     torch.set_num_threads(1)
     ranks, found = int(os.environ.get("WORLD_SIZE", "1")), {}
@@ -45,10 +136,14 @@ def worker(out: Path, rows: int, steps: int) -> None:
             methods=methods,
             **options,
         )
-        trainer.train()
-        logged = [h for h in trainer.state.log_history if "rl_plugins/seconds" in h][2:]  # the first ones warm up
-        names = sorted({n for h in logged for n in h if n.startswith("rl_plugins/seconds")} | {"step_time"})
-        found[arm] = {n: median(h.get(n, 0.0) for h in logged) for n in names}
+        with Clock().watching(parts()) as clock:
+            steps_seen = Steps(clock)
+            trainer.add_callback(steps_seen)
+            trainer.train()
+        times = [h["step_time"] for h in trainer.state.log_history if "step_time" in h]
+        logged = [{**x, "step_time": t} for x, t in zip(steps_seen.found, times, strict=True)][2:]  # the first warm up
+        names = sorted({n for x in logged for n in x})
+        found[arm] = {n: median(x.get(n, 0.0) for x in logged) for n in names}
     if os.environ.get("RANK", "0") == "0":
         out.write_text(json.dumps(found))
     if torch.distributed.is_initialized():
@@ -66,7 +161,7 @@ def main() -> None:
     if options.worker:
         worker(options.worker, options.rows, options.steps)
         return
-    variables = {**os.environ, "RL_PLUGINS_SECONDS": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     table = {}
     print(f"{'arm':20} {'processes':>9} {'step':>8} {'ours':>8} {'share':>7}   parts")
     for ranks in options.processes:
@@ -77,9 +172,9 @@ def main() -> None:
             subprocess.run(command + own, check=True, env=variables, capture_output=True)
             table[str(ranks)] = json.loads(out.read_text())
         for arm, values in table[str(ranks)].items():
-            step, ours = values["step_time"], values["rl_plugins/seconds"]
-            parts = {n.rsplit("/", 1)[1]: f"{1000 * v:.1f}" for n, v in values.items() if n.count("/") == 2}
-            print(f"{arm:20} {ranks:9} {1000 * step:6.0f}ms {1000 * ours:6.1f}ms {ours / step:6.1%}   {parts}")
+            step, ours = values["step_time"], {n: v for n, v in values.items() if n != "step_time"}
+            total, listed = sum(ours.values()), {n: f"{1000 * v:.1f}" for n, v in ours.items()}
+            print(f"{arm:20} {ranks:9} {1000 * step:6.0f}ms {1000 * total:6.1f}ms {total / step:6.1%}   {listed}")
     options.out.write_text(json.dumps({"rows": options.rows, "steps": options.steps, "processes": table}, indent=1))
 
 
