@@ -118,7 +118,7 @@ def test_the_config_that_info_shows_takes_effect_in_trl(name):
     options = {k: v for k, v in usage.options["trl"].items() if k not in ("use_vllm", "deepspeed", "bf16")}
     size = int(options.get("num_generations", 8)) * 64
     if "generation_batch_size" in options:  # a batch is two optimizer steps on one device, or one of whole groups
-        steps = 1 if any(m.steps_hold_whole_groups for m in stack.methods) else 2
+        steps = 1 if "whole_groups" in stack.needs else 2
         size = int(options["generation_batch_size"]) // (steps * int(options.get("gradient_accumulation_steps", 1)))
     args = (MaskedGRPOConfig if usage.masked else GRPOConfig)(
         use_cpu=True,

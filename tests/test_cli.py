@@ -149,7 +149,7 @@ def test_info_of_every_method_can_be_followed(name):
     if not isinstance(found, Bundle):
         assert catalog.FIDELITY[found.fidelity] in text
         assert card.use_when in text and card.avoid_when in text
-        for needed in set(found.needs) - {f"column:{c}" for c in found.brings_columns}:
+        for needed in catalog.example_of(found).needs - catalog.example_of(found).brings:
             assert SIGNALS.get(needed, needed.partition(":")[2]) in text
 
 
@@ -257,7 +257,7 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
         found = registry.load(name)
         if isinstance(found, Bundle):
             continue
-        beside = ["turn_control"] if {"turn_limits", "redundancy"} & set(found.needs) else []
+        beside = ["turn_control"] if {"turn_limits", "redundancy"} & catalog.example_of(found).needs else []
         named = [*(registry.load(n) for n in beside), found]
         stack = build_stack([*beside, name], {cls.name: dict(card_file(cls).example_params) for cls in named})
         masked = usage_of(found).masked

@@ -631,7 +631,7 @@ BROKEN = [
     (dict(rollout=grafted), "was sampled behind"),
     (dict(rollout=grafted), "Tokens sampled in another context lose theirs"),
     (dict(rollout=by_hand), "has the version 0, and weights 7 made it"),
-    (dict(rollout=hinted), "say so: `forces_tokens = True`"),
+    (dict(rollout=hinted), 'say so: `brings = {"forced_tokens"}`'),
     (dict(rollout=scored_too_early), "Score the finished row"),
     (dict(rollout=alone), "every row has a `group` of its own ([0, 1, 2]), so nothing is compared"),
     (dict(rollout=top_of_two), 'add "engine:logprobs=2" to `needs`'),

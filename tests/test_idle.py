@@ -76,7 +76,7 @@ def test_the_methods_are_named_where_rewards_differ(warned):
 
 
 def test_a_run_that_makes_no_step_is_not_told_about_advantages(warned):
-    stack = MethodStack([method(trains=False, shape=lambda r, t: None)])
+    stack = MethodStack([method(aggregation="none", shape=lambda r, t: None)])
     for _ in range(BATCHES):
         batch(stack, EQUAL)
     assert not warned()

@@ -79,9 +79,9 @@ def run_with(**changes: Any) -> dict[str, Any]:
 
 
 def test_groups_that_are_too_small():
-    m = method("pairs", "shape", min_group_size=3)
-    assert named(m, **run_with(group_size=2)) == ["`pairs` num_generations=2"]
-    assert check(m, **run_with(group_size=3)) == {} == check(m)
+    m = method("pairs", "shape", needs={"several_rollouts"})
+    assert named(m, **run_with(group_size=1)) == ["`pairs` num_generations=1"]
+    assert check(m, **run_with(group_size=2)) == {} == check(m)
 
 
 def test_rows_of_rollouts_that_do_not_fit_into_the_batch():
@@ -109,8 +109,8 @@ def test_what_methods_find_wrong_with_a_run_beside_all_else():
         def check(self, run):
             raise KeyError("x" * 1000)
 
-    found = problems(Wants(), Broken(), method("pairs", "shape", min_group_size=9), **run_with(group_size=4))
-    assert found[0].startswith("`pairs` needs groups of 9") and len(found) == 3
+    found = problems(Wants(), Broken(), method("pairs", "shape", needs={"several_rollouts"}), **run_with(group_size=1))
+    assert found[0].startswith("`pairs` needs two or more") and len(found) == 3
     assert found[1] == "`wants`: there is no reward function `other`. Give one."
     assert found[2].startswith("`broken` failed in `check`: KeyError: 'xxx") and len(found[2]) < 300
     stack = MethodStack([Wants()])
@@ -181,19 +181,19 @@ def test_a_column_the_dataset_lacks_and_columns_that_are_not_known():
 
 def test_a_column_that_a_method_brings_is_no_need_of_the_dataset():
     reads = method("reads", needs={"column:note", "column:other"})
-    brings = method("brings", brings_columns=("note",))
+    brings = method("brings", brings={"column:note"})
     (problem,) = problems(reads, brings)
     assert problem.startswith("`reads` needs `column:other`: the dataset has no column `other`")
 
 
 def test_what_closes_redundant_rollouts():
-    alone = method("alone", "rollout", independent_rollouts=True)
-    assert no_redundancy(MethodStack([alone]), "") == ""
+    alone, asks = method("alone", "rollout", brings={"redundancy"}), method("asks", "plan", needs={"redundancy"})
+    assert check(alone, asks, missing_signals={"redundancy": "nothing closes them."}) == {}
     assert no_redundancy(MethodStack([]), "all wait.") == "without a rollout program all wait."
     assert no_redundancy(MethodStack([method("tree", "rollout")]), "all wait.") == (
         "`tree` makes the rollouts and does not say that each is alone, so none of them can be closed. Remove one of "
         "the two. If `tree` is yours, make its rollouts with rl_plugins.core.redundancy.independent and set "
-        "`independent_rollouts = True`."
+        '`brings = {"redundancy"}`.'
     )
 
 
@@ -299,7 +299,7 @@ WHY = (
 
 
 def test_tokens_that_nobody_sampled_are_not_weighted_by_a_probability():
-    forces = method("forces", "rollout", forces_tokens=True)
+    forces = method("forces", "rollout", brings={"forced_tokens"})
     weighs = [method(name, "shape", needs={"rollout_logprobs", "text"}) for name in ("weighs", "too")]
     assert named(weighs[0], forces, weighs[1]) == ["`forces` `weighs`", "`forces` `too`"]
     assert named(forces, importance_weights={"correct": True}) == ["`forces` correct=True `forces`"]
@@ -366,7 +366,7 @@ def test_the_weight_of_the_sampling_policy_counts_once():
 
 
 def test_old_log_probs_of_a_policy_of_their_own():
-    proximal = method("p", "policy_loss", proximal_old_logprobs=True)
+    proximal = method("p", "policy_loss", old_policy="proximal")
     assert named(proximal, rollout_as_old="bypass=True") == ["`p` bypass=True `p`"]
     assert check(proximal) == {}
 
@@ -375,5 +375,5 @@ def test_groups_begun_before_make_updates_off_policy():
     needs = method("needs", "policy_loss", needs={"off_policy"})
     missing = {"off_policy": "nothing to correct."}
     assert "nothing to correct" in problems(needs, missing_signals=missing)[0]
-    assert check(needs, method("replay", "plan", replays=True), missing_signals=missing) == {}
+    assert check(needs, method("replay", "plan", brings={"off_policy"}), missing_signals=missing) == {}
     assert check(needs, method("carry", "admit"), missing_signals=missing) == {}

@@ -201,7 +201,7 @@ def test_methods_that_play_agents_close_the_slow_ones(name: str) -> None:
     """The policy answers with a letter, and ends by itself sooner or later."""
     engine = TableEngine(lambda text: {EOS: 1.0} if text[-1] == "a" else {"a": 1.0})
     method = AGENTS[name][0]()
-    assert type(method).independent_rollouts
+    assert "redundancy" in method.brings
     prompt = make_prompt(engine.chat, "task", n=3, max_tokens=4000, redundant=2)
     rollouts = run_program(method, prompt, engine)
     assert len(rollouts) == 3 and all(row.meta[NOTE]["closed"] == 2.0 for rows in rollouts for row in rows)
@@ -211,7 +211,7 @@ def test_methods_that_play_agents_close_the_slow_ones(name: str) -> None:
 
 def test_every_method_that_says_so_is_looked_at() -> None:
     """The contract test looks at each by existing; the kit has no recorded turns for one."""
-    assert UiS1Rollout.independent_rollouts and not AGENTS["aepo_rollout"][0]().independent_rollouts
+    assert "redundancy" in UiS1Rollout.brings and "redundancy" not in AGENTS["aepo_rollout"][0]().brings
 
 
 def test_a_program_that_only_says_so_breaks_the_contract() -> None:
@@ -222,7 +222,7 @@ def test_a_program_that_only_says_so_breaks_the_contract() -> None:
         """
 
         name = "claims"
-        independent_rollouts = True
+        brings = {"redundancy"}
 
         def rollout(self, prompt: Any) -> Any:
             made = yield Generate(prompt.start(), n=prompt.n)

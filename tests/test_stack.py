@@ -849,7 +849,7 @@ def test_a_part_of_a_bundle_that_decides_it_too_is_refused_with_the_way_out():
 @pytest.mark.parametrize("other", ["april", "areal_admission"])
 def test_whole_batches_are_refused_beside_groups_that_wait(other):
     together = type(
-        "Together", (Method,), {"name": "together", "plans_stay_together": True, "rewards": lambda self, r: None}
+        "Together", (Method,), {"name": "together", "needs": {"whole_batches"}, "rewards": lambda self, r: None}
     )
     (waiting,) = build_stack([other]).methods
     for methods in ([together(), waiting], [waiting, together()]):
@@ -862,8 +862,9 @@ def test_every_two_built_in_methods_that_decide_it_are_refused():
     deciding = []
     for name in registry.all_names():
         cls = registry.load(name)
-        if isinstance(cls, type) and cls.decides_rollouts:
+        if isinstance(cls, type):
             deciding.append(cls(build_params(cls.Params, card_file(cls).example_params, name)))
+    deciding = [m for m in deciding if m.decides_rollouts]
     assert {"v0", "v0_5", "dots", "mssr_baseline"} <= {m.name for m in deciding}
     for one, other in itertools.combinations(deciding, 2):
         with raises(ConfigError, match=f"`{one.name}`.*`{other.name}`"):

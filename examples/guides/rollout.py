@@ -17,7 +17,7 @@ class SecondThought(Method):
     """
 
     name = "second_thought"
-    forces_tokens = True
+    brings = {"forced_tokens"}
 
     @dataclass(frozen=True)
     class Params(MethodParams):

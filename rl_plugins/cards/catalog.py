@@ -226,8 +226,8 @@ def signal_text(signal: str) -> str:
 
 def needs_of(cls: type[Method]) -> list[str]:
     """What a method needs of a run, as words. A column that its own rollouts bring is no need."""
-    brought = {f"column:{column}" for column in cls.brings_columns}
-    return [signal_text(s) for s in sorted(set(example_of(cls).needs) - brought)]
+    made = example_of(cls)
+    return [signal_text(s) for s in sorted(made.needs - made.brings)]
 
 
 def preset_text(values: Mapping[str, Any]) -> str:

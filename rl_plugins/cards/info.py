@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from rl_plugins.cards.card_file import Paper, card_file
-from rl_plugins.cards.catalog import FIDELITY, Card, card_of, hosts_of, needs_of, preset_text
+from rl_plugins.cards.catalog import FIDELITY, Card, card_of, example_of, hosts_of, needs_of, preset_text
 from rl_plugins.cards.claims import claim_lines
 from rl_plugins.cards.pairs import conflicts, excluded
 from rl_plugins.cards.problems import PROBLEMS
@@ -76,7 +76,7 @@ def info(found: type[Method] | Bundle) -> str:
         sections.append(("Logs", _listed(f"{name}: {text}" for name, text in card.file.logs.items())))
         sections.append(("Changes", "\n".join(_changes(found))))
         sections.append(("Needs", _listed(needs_of(found))))
-        sections.append(("Host options it sets", _listed(options_text(found.host_options))))
+        sections.append(("Host options it sets", _listed(options_text(example_of(found).host_options))))
         sections.append(("Where paper and code differ", _listed(card.file.disagreements)))
         sections.append(("Fidelity", f"{found.fidelity}: {FIDELITY[found.fidelity]}."))
     sections.append(("How to use", "\n".join(_usage(usage_of(found), card))))
@@ -147,11 +147,12 @@ def meaning(row: Mapping[str, str]) -> str:
 
 def _changes(cls: type[Method]) -> Iterable[str]:
     yield f"{', '.join(cls.claims()) or 'nothing'} (hosts: {', '.join(hosts_of(cls)) or 'none yet'})"
-    if cls.rounds:
+    made = example_of(cls)
+    if made.rounds:
         yield "Generates in rounds: later rollouts depend on the rewards of earlier ones."
     if cls.in_eval:
         yield f"Also in evaluation: {', '.join(cls.in_eval)}."
-    if not cls.trains:
+    if made.aggregation == "none":
         yield "Makes no optimizer step at all."
 
 

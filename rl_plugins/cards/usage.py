@@ -137,14 +137,13 @@ def usage_of(found: type[Method] | Bundle, paper: bool = True) -> Usage:
     made = [example_of(cls) for cls in everything]
     options: dict[str, dict[str, Any]] = {host: {} for host in HOSTS}
     signals = {signal.partition(":")[0] for m in made for signal in m.needs}
-    if any("admit" in m.claims() or m.replays for m in made):
+    if any("admit" in m.claims() or "off_policy" in m.brings for m in made):
         signals.discard("off_policy")
     for signal in sorted(signals & set(_FOR_SIGNAL)):
         for host, values in _FOR_SIGNAL[signal].items():
             options[host].update(values)
-    smallest = max((m.min_group_size for m in made), default=1)
     if paper:
-        options["verl"]["actor_rollout_ref.rollout.n"] = max(smallest, VERL_BASE["actor_rollout_ref.rollout.n"])
+        options["verl"]["actor_rollout_ref.rollout.n"] = VERL_BASE["actor_rollout_ref.rollout.n"]
     if any("admit" in m.claims() for m in made):
         options["verl"]["trainer.v1.trainer_mode"] = "rl_plugins_colocate_async"
     set_by_methods = {(host, option) for m in made for host, values in m.host_options.items() for option in values}
@@ -154,7 +153,7 @@ def usage_of(found: type[Method] | Bundle, paper: bool = True) -> Usage:
     if "several_rewards" in signals:
         notes.append("Pass two or more reward functions: in TRL `reward_funcs`, in verl keys of the answer.")
     columns = sorted({s.partition(":")[2] for m in made for s in m.needs if s.startswith("column:")} - {"prompt"})
-    brought = {column for cls in everything for column in cls.brings_columns}
+    brought = {name.removeprefix("column:") for m in made for name in m.brings}
     if set(columns) - brought:
         notes.append(f"The dataset needs the columns: {', '.join(c for c in columns if c not in brought)}.")
     return Usage(
@@ -207,6 +206,6 @@ def needs_masked(names: Iterable[str]) -> bool:
         if isinstance(found, Bundle):
             if needs_masked(found.parts):
                 return True
-        elif MASKED_OPTIONS & set(found.host_options.get("trl", {})):
+        elif MASKED_OPTIONS & set(example_of(found).host_options.get("trl", {})):
             return True
     return False

@@ -24,7 +24,7 @@ only and have no state: `self.state` raises there. What they need of it travels 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -54,6 +54,8 @@ logger = logging.getLogger("rl_plugins")
 
 Fidelity = Literal["code", "paper", "abstract", "reconstruction", "own"]
 Reduce = Literal["mean", "sum", "min", "max"]
+Aggregation = Literal["host", "sum", "none"]
+OldPolicy = Literal["host", "proximal", "generating"]
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,9 @@ SIGNALS: dict[str, str] = {
     "messages": "completions as the host's list of messages",
     "prompt_index": "a stable dataset row for every prompt (a dataset with random access, not a stream)",
     "several_rewards": "two or more reward functions",
+    "several_rollouts": "two or more rollouts per prompt",
+    "whole_groups": "whole groups in every optimizer step, for `before_update`",
+    "whole_batches": "the prompts that were planned together in one batch, when they are rewarded and trained",
     "off_policy": "tokens that another policy sampled than the one that is updated",
     "several_updates": "several optimizer steps between one pass of old log-probs and the next",
     "current_logprobs": "row sums of log-probs at the weights of each optimizer step (one extra pass)",
@@ -105,6 +110,15 @@ SIGNALS: dict[str, str] = {
     "redundancy": "rollouts that begin beyond those that are kept (`PlanRow.redundant`), and that a program or the "
     "queue of waiting groups closes",
     "turns": "turns of agents: environments or tools with what was observed and a reward per turn",
+}
+
+# What the rollouts and plans of a method may hold, in `brings`; "column:NAME" (a column that its program notes, or the
+# runtime for it) comes on top. Where the word is a signal's, no run has to offer it.
+BRINGS: dict[str, str] = {
+    "off_policy": "plans give completions that an older policy sampled",
+    "forced_tokens": "trained tokens that were not sampled in their place (argmax, grafted, given by another model); "
+    "no importance weight of the sampling policy exists for them",
+    "redundancy": "rollouts made with `rl_plugins.core.redundancy.independent`, so that redundant ones can be closed",
 }
 
 # Those that are one value per token.
@@ -125,6 +139,12 @@ class Idle:
 
     signs: Mapping[str, float]
     advice: str
+
+
+def from_params(value: Callable[[Any], Any]) -> Any:
+    """Marks a function of a method that says one of its attributes, where that depends on `self.params`: a property,
+    which type checkers take for the attribute."""
+    return property(value)
 
 
 @dataclass(frozen=True)
@@ -162,7 +182,10 @@ class TurnNote:
 class Method:
     """Base of all methods.
 
-    Class attributes a method sets:
+    Class attributes a method sets. One that depends on the parameters is a function of the instance under
+    `@from_params`.
+
+    What is it?
         name: its slug, which users write in `methods: [...]`.
         fidelity: "code" (equal to the authors' code), "paper" (from the paper's text), "abstract" (only an abstract, a
             figure or summaries were read) or "reconstruction" (something needed was not published; the docstring opens
@@ -170,48 +193,43 @@ class Method:
         does: what it does in one line of at most 100 characters, verb first; shown by the chooser and `list`.
         problems: what a run suffers from that it answers; `rl-plugins list` shows the words.
         Params: a frozen dataclass of parameters.
-        needs: signals (see SIGNALS). Only what somebody needs is computed.
+
+    What must the run have, and what do its rollouts bring?
+        needs: signals (see SIGNALS). Only what somebody needs is computed; a run that lacks one is refused.
+        brings: what its own rollouts or plans hold (see BRINGS).
+
+    Where does it act?
         hosts: those that can serve it at all; `check` says why another cannot. A `rollout` program is one of language
             models ("trl", "verl") or of diffusion policies ("diffusion"). Every other method runs on "diffusion" as
             well if that serves its hooks and needs, and names it here where this is tested.
         host_options: {"trl": {"option": value}}: host settings this method sets; a value may be `SameAs("other")`. A
             different value of the user's own is an error that shows both.
+        in_eval: hooks that also act in evaluation.
+
+    How many rollouts and rows are there?
+        decides_rollouts: its `plan` sets how many rollouts prompts get. Two such methods are refused, because the later
+            one would win. Spare rollouts and edits are no such decision, and compose. A host that takes groups of one
+            size out of a buffer (verl's asynchronous modes) refuses it.
+        rounds: `plan` is called again with the rewards so far until it asks for nothing.
+        rows_per_rollout: most rows that one rollout becomes (agents, turns).
+        keeps_batch_size: as many rows are trained as the host planned. What this method takes out it has asked for in
+            addition (`spare`), so a loss that depends on the number of rows is exact with it. A run ends if a row is
+            missing nevertheless.
+
+    What do its numbers mean?
         advantages_per: what `advantages` returns: "row" (rows,), or "turn" (turns,) over `rollouts.turns`, which
             `needs` must then name.
-        min_group_size: rollouts per prompt that the run must train at least; a run with fewer is refused.
-        rounds: `plan` is called again with the rewards so far until it asks for nothing.
-        decides_rollouts: True: its `plan` sets how many rollouts prompts get. Two such methods are refused, because the
-            later one would win. Spare rollouts and edits are no such decision, and compose. A host that takes groups of
-            one size out of a buffer (verl's asynchronous modes) refuses it; where parameters may leave the host's
-            number, the instance says False.
-        brings_columns: columns in `needs` that its own rollout program notes, or the runtime for it, so that no dataset
-            must have them.
-        keeps_batch_size: True: as many rows are trained as the host planned. What this method takes out it has asked
-            for in addition (`spare`), so a loss that depends on the number of rows is exact with it. A run ends if a
-            row is missing nevertheless.
-        rows_per_rollout: rows one rollout becomes (agents, turns).
-        independent_rollouts: its program makes the rollouts of a prompt with
-            `rl_plugins.core.redundancy.independent`, so redundant ones can be closed.
+        aggregation: "host" (per-token losses are averaged as the host would), "sum" (the objective brings its own
+            weights: plain sum over the optimizer step) or "none" (the run makes no optimizer step at all).
+        old_policy: whose log-probs the old ones are. "host": those that the host takes. "proximal": of a policy of
+            their own, at the start of the step. "generating": of the weights that generated each token; a host that
+            keeps older weights computes them (`Run.keeps_versions`), elsewhere all are of the newest weights. A host
+            that uses the rollout log-probs in their place (verl's `bypass_mode`) is refused with the last two.
         corrects_sampling: its loss, or its advantages, hold the weight of the sampling policy (current or old over
             rollout log-probs). The host's own such correction and a second such method are refused with it: the
             weight would count twice.
-        proximal_old_logprobs: its loss needs old log-probs of a policy of their own, at the start of the step; a host
-            that uses the rollout log-probs in their place (verl's `bypass_mode`) is refused with it.
-        generating_logprobs: its loss needs old log-probs by the weights that generated each token. A host that keeps
-            older weights computes them (`Run.keeps_versions`); elsewhere all old log-probs are of the newest weights.
-        replays: its plans give completions that an older policy sampled, so updates are off-policy.
-        forces_tokens: its rollouts train tokens that were not sampled in their place (argmax, grafted, given by another
-            model), so no importance weight of the sampling policy exists for them; corrections that would need one are
-            refused with it.
-        in_eval: hooks that also act in evaluation.
-        trains: False: the method makes no optimizer step at all.
-        aggregation: "host" (per-token losses are averaged as the host would) or "sum" (the objective brings its own
-            weights: plain sum over the optimizer step).
-        steps_hold_whole_groups: `before_update` needs complete groups in every optimizer step.
-        plans_stay_together: True: prompts that were planned together must be in one batch when they are rewarded and
-            trained. Modes that take groups one by one out of a buffer or a queue (verl's asynchronous modes, TRL's
-            asynchronous trainer) refuse it. So does a method with `admit`, which lets groups wait for a later batch.
-        stops: True: it may end the run (`stop`).
+
+    What is told and kept?
         idle: signs in its metrics that it did nothing in a batch, where that can happen in a run that looks healthy.
         state_version: raised when the meaning of the state changes.
 
@@ -224,28 +242,19 @@ class Method:
     does: ClassVar[str] = ""
     problems: ClassVar[Sequence[str]] = ()
     Params: ClassVar[type[MethodParams]] = MethodParams
-    needs: frozenset[str] | set[str] = frozenset()
+    needs: Set[str] = frozenset()
+    brings: Set[str] = frozenset()
     hosts: ClassVar[Sequence[str]] = ("trl", "verl")
     host_options: Mapping[str, Mapping[str, Any]] = {}
-    advantages_per: ClassVar[Literal["row", "turn"]] = "row"
-    min_group_size: int = 1
-    rounds: bool = False
-    decides_rollouts: bool = False
-    brings_columns: ClassVar[Collection[str]] = ()
-    keeps_batch_size: ClassVar[bool] = False
-    rows_per_rollout: int = 1
-    independent_rollouts: ClassVar[bool] = False
-    corrects_sampling: bool = False
-    proximal_old_logprobs: bool = False
-    generating_logprobs: bool = False
-    replays: bool = False
-    forces_tokens: bool = False
     in_eval: ClassVar[Sequence[str]] = ()
-    trains: ClassVar[bool] = True
-    aggregation: ClassVar[Literal["host", "sum"]] = "host"
-    steps_hold_whole_groups: bool = False
-    plans_stay_together: bool = False
-    stops: bool = False
+    decides_rollouts: bool = False
+    rounds: bool = False
+    rows_per_rollout: int = 1
+    keeps_batch_size: ClassVar[bool] = False
+    advantages_per: ClassVar[Literal["row", "turn"]] = "row"
+    aggregation: ClassVar[Aggregation] = "host"
+    old_policy: OldPolicy = "host"
+    corrects_sampling: bool = False
     idle: ClassVar[Sequence[Idle]] = ()
     state_version: ClassVar[int] = 1
 
@@ -400,13 +409,7 @@ class Method:
             self._context.notes.append(TurnNote(self.name, name, compared, size, advantage))
 
     def stop(self, reason: str) -> None:
-        """Ends the run with this message when the optimizer steps of the batch are done and a checkpoint is saved.
-
-        Raises:
-            MethodError: the method does not say that it `stops`.
-        """
-        if not self.stops:
-            raise MethodError(f"Method `{self.name}` wants to stop the run. Set `stops = True` on it.")
+        """Ends the run with this message when the optimizer steps of the batch are done and a checkpoint is saved."""
         if self._context is not None:
             self._context.stop_reason = f"{self.name}: {reason}"
 

@@ -1,7 +1,7 @@
 """Redundant rollouts: more of them begin than are kept, and the others are closed when enough have ended.
 
     class MyAgent(Method):
-        independent_rollouts = True
+        brings = {"redundancy"}
 
         def rollout(self, prompt):
             return (yield from independent(prompt, lambda k: self.one(prompt)))

@@ -271,7 +271,7 @@ class Run:
         buffered: the host takes batches out of a buffer that counts groups, so a plan has as many groups as it was
             given (verl's asynchronous modes).
         keeps_versions: the host keeps older weights, so that old log-probs are of the weights that generated each token
-            where a method asks for that (`Method.generating_logprobs`; verl's `separate_async`).
+            where a method asks for that (`Method.old_policy`; verl's `separate_async`).
         reward_functions: those that can be called here, see `RewardFunction`. In `start` only.
         unreachable_rewards: (name, reason) of every other one. In `start` only.
     """

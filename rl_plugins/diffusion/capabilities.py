@@ -60,11 +60,8 @@ def capabilities_of(
     hooks, signals = dict(NO_HOOKS), dict(NO_SIGNALS)
     for name, why in missing.items():
         (hooks if name in HOOKS else signals)[name] = why
-    if config.updates_per_batch > 1 and any(m.steps_hold_whole_groups for m in stack.methods):
-        hooks["before_update"] = (
-            "it needs whole groups in every optimizer step, and rows are shuffled before a batch is divided. Set "
-            "updates_per_batch=1."
-        )
+    if config.updates_per_batch > 1:
+        signals["whole_groups"] = "rows are shuffled before a batch is divided. Set updates_per_batch=1."
     if not has_cheap:
         signals["cheap_copy"] = (
             "the trainer has none. Give it `cheap`, for example rl_plugins.runtime.cheap.CheapOptions('int8')."
@@ -114,7 +111,7 @@ def check(
     except ConfigError as e:  # all problems are told at once
         problems.append(str(e))
     for m in stack.methods:
-        if m.replays or m.forces_tokens:
+        if m.brings & {"off_policy", "forced_tokens"}:
             problems.append(
                 f"`{m.name}` gives completions or tokens, and samples of a diffusion policy have none. Remove it."
             )

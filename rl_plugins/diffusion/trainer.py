@@ -234,7 +234,7 @@ class DiffusionTrainer:
         """Writes a checkpoint, where one is due; ends the run, if a method wants it."""
         batch, every = self.state_batch, self.args.save_every
         stack = self.methods
-        if stack.may_stop:
+        if stack:
             stack.stop_reason = on_driver(self.accelerator, lambda: stack.stop_reason)
         if batch == self.args.batches or (every and batch % every == 0) or stack.stop_reason:
             folder = on_driver(self.accelerator, lambda: str(self.save()))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_plugins import Call, Generate, Idle, Method, MethodParams, Program, Prompt, param
+from rl_plugins import Call, Generate, Idle, Method, Program, Prompt, from_params, param
 from rl_plugins.core.params import above
 from rl_plugins.core.requests import BranchOrigin, Called, Generated, together
 from rl_plugins.kit.agents import AgentParams, Episode, Opened, Subprogram, act, finish, go_on, open_episode
@@ -64,7 +64,6 @@ class AepoRollout(Method):
     problems = ("agents", "exploration")
     in_eval = ("rollout",)
     idle = (Idle({"branches": 0}, "no chain branched: see `branch_probability` and `initial_rollouts`."),)
-    min_group_size = 2
 
     @dataclass(frozen=True)
     class Params(AgentParams):
@@ -81,9 +80,9 @@ class AepoRollout(Method):
         vocabulary: int = param(151_936, "size of the vocabulary (default: Qwen2.5, Qwen3)", ge=2, only_if=_ENTROPY)
         max_turns: int = param(7, "most turns of a chain (default: the authors' 6 tool calls and an answer)", ge=1)
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        self.needs = frozenset({"chat_template", f"engine:logprobs={self.params.top_logprobs}"})
+    @from_params
+    def needs(self) -> set[str]:
+        return {"several_rollouts", "chat_template", f"engine:logprobs={self.params.top_logprobs}"}
 
     def rollout(self, prompt: Prompt) -> Program:
         opened = Opened(self.params.timeout)

@@ -9,7 +9,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import Admission, ConfigError, Idle, Method, MethodParams, Queue, Rollouts, Run, Shape, Tokens, param
+from rl_plugins import (
+    Admission,
+    ConfigError,
+    Idle,
+    Method,
+    MethodParams,
+    Queue,
+    Rollouts,
+    Run,
+    Shape,
+    Tokens,
+    from_params,
+    param,
+)
 from rl_plugins.core.params import GIVEN
 
 WARMUP = "trainer.v1.colocate_async.num_warmup_batches"
@@ -54,8 +67,6 @@ class April(Method):
     fidelity = "code"
     does = "Starts more groups than it trains, stops when enough are complete and resumes the rest later"
     problems = ("long_tail",)
-    needs: frozenset[str] | set[str] = frozenset({"prompt_index", "tokens"})
-    host_options = {"verl": {WARMUP: 1.0, SEPARATE_WARMUP: 1.0, THRESHOLD: None}}  # of the default parameters
     idle = (Idle({"waiting": 0}, "no group waits: completions have similar lengths, or `over_sampling` is 1."),)
 
     @dataclass(frozen=True)
@@ -68,24 +79,33 @@ class April(Method):
         correction: Literal["none", "mask", "token_tis"] = param("none", "treatment of tokens of an older policy")
         tis_cap: float = param(2.0, "largest importance weight of a token", ge=1, only_if={"correction": "token_tis"})
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
+    @from_params
+    def needs(self) -> set[str]:
+        correction: dict[str, set[str]] = {
+            "token_tis": {"old_logprobs", "rollout_logprobs"},
+            "mask": {"token_versions"},
+        }
+        return {"prompt_index", "tokens"} | correction.get(self.params.correction, set())
+
+    @from_params
+    def corrects_sampling(self) -> bool:
+        return bool(self.params.correction == "token_tis")
+
+    @from_params
+    def host_options(self) -> dict[str, dict[str, Any]]:
         p = self.params
         # rounded: verl takes the whole part of warm-up batches times groups, and 1.15 - 1 is less than 0.15
-        options: dict[str, Any] = {
-            WARMUP: round(p.over_sampling - 1, 9),
-            SEPARATE_WARMUP: round(p.over_sampling - 1, 9),
+        ahead = round(p.over_sampling - 1, 9)
+        options = {
+            WARMUP: ahead,
+            SEPARATE_WARMUP: ahead,
             THRESHOLD: None if p.max_staleness is None else p.max_staleness + 1,
         }
         if p.max_staleness is not None:
             options[STRATEGY] = "drop"
         if p.correction == "token_tis":
-            self.corrects_sampling = True
-            self.needs = self.needs | {"old_logprobs", "rollout_logprobs"}
             options[CORRECTION] = None  # the same weight twice
-        elif p.correction == "mask":
-            self.needs = self.needs | {"token_versions"}
-        self.host_options = {"verl": options}
+        return {"verl": options}
 
     def check(self, run: Run) -> None:
         p = self.params

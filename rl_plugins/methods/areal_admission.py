@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_plugins import Admission, ConfigError, Method, MethodParams, Queue, Run, param
+from rl_plugins import Admission, ConfigError, Method, MethodParams, Queue, Run, from_params, param
 
 WARMUP = ("trainer.v1.colocate_async.num_warmup_batches", "trainer.v1.separate_async.num_warmup_batches")
 THRESHOLD = "trainer.v1.sampler.max_off_policy_threshold"
@@ -44,7 +44,6 @@ class ArealAdmission(Method):
     fidelity = "code"
     does = "Lets generation run a fixed number of batches ahead of training"
     problems = ("long_tail", "stale")
-    host_options = {"verl": {WARMUP[0]: 4, WARMUP[1]: 4, THRESHOLD: None}}  # of the default parameters
     hosts = ("verl",)
 
     @dataclass(frozen=True)
@@ -55,14 +54,13 @@ class ArealAdmission(Method):
             "none", "treatment of older groups: trained (paper), dropped, or waited for"
         )
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
+    @from_params
+    def host_options(self) -> dict[str, dict[str, Any]]:
         p = self.params
-        options: dict[str, Any] = dict.fromkeys(WARMUP, p.max_staleness)
-        options[THRESHOLD] = None if p.bound == "none" else p.max_staleness + 1
-        if p.bound != "none":
-            options[STRATEGY] = p.bound
-        self.host_options = {"verl": options}
+        options = dict.fromkeys(WARMUP, p.max_staleness) | {
+            THRESHOLD: None if p.bound == "none" else p.max_staleness + 1
+        }
+        return {"verl": options if p.bound == "none" else options | {STRATEGY: p.bound}}
 
     def check(self, run: Run) -> None:
         if run.host == "trl":

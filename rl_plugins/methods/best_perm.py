@@ -10,7 +10,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, Plan, PlanRow, Rollouts, Run, Tokens, param
+from rl_plugins import (
+    ConfigError,
+    Idle,
+    Method,
+    MethodError,
+    Plan,
+    PlanRow,
+    Rollouts,
+    Run,
+    Tokens,
+    from_params,
+    param,
+)
 from rl_plugins.core.errors import shown
 from rl_plugins.core.params import GIVEN
 from rl_plugins.core.rollouts import GroupSoFar, weighted_reward
@@ -62,7 +74,6 @@ class BestPerm(Method):
     fidelity = "reconstruction"
     does = "Adds hints, one after another, to prompts without a success and learns the best order of hints"
     problems = ("no_signal", "exploration")
-    needs = frozenset({"prompt_index"})
     rounds = True
     decides_rollouts = True
     idle = (Idle({"hinted": 0.0}, "no prompt tried a hint: all succeed, or look at `value_none` and `n_first`."),)
@@ -98,10 +109,10 @@ class BestPerm(Method):
                     f"`values` has {len(self.values)} numbers for {len(self.templates)} templates; it needs one each."
                 )
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
+    @from_params
+    def needs(self) -> set[str]:
         column = self.params.hints_column
-        self.needs = frozenset({"prompt_index"} | ({f"column:{column}"} if column else set()))
+        return {"prompt_index"} | ({f"column:{column}"} if column else set())
 
     def check(self, run: Run) -> None:
         if media := media_of(run):

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import Groups, Idle, Method, MethodParams, Rollouts, Shape, Tokens, param
+from rl_plugins import Groups, Idle, Method, MethodParams, Rollouts, Shape, Tokens, from_params, param
 from rl_plugins.core.groups import joint
 from rl_plugins.methods.branch_grpo.trees import COLUMN, Trees
 
@@ -65,10 +65,9 @@ class BranchAdvantages(Method):
         eps: float = param(1e-8, "constant added to the standard deviation", gt=0)
         shared: Literal["first", "every"] = param("first", "copies of a shared token that are trained")
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        weighted = {"old_logprobs"} if self.params.fusion != "uniform" else set()
-        self.needs = frozenset({"tokens", f"column:{COLUMN}"} | weighted)
+    @from_params
+    def needs(self) -> set[str]:
+        return {"tokens", f"column:{COLUMN}"} | ({"old_logprobs"} if self.params.fusion != "uniform" else set())
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
         trees = Trees.of(rollouts, tokens)

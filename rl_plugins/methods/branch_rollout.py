@@ -41,10 +41,9 @@ class BranchRollout(Method):
     does = "Splits denoising at some steps, so that the samples of a prompt form a tree"
     problems = ("few_rollouts",)
     hosts = ("diffusion",)
-    brings_columns = (COLUMN,)
-    needs = frozenset({f"column:{COLUMN}"})
+    needs = frozenset({"several_rollouts", f"column:{COLUMN}"})
+    brings = frozenset({f"column:{COLUMN}"})
     idle = (Idle({"saved": 0}, "no pass was shared. Splits at step 0 alone give independent samples."),)
-    min_group_size = 2
 
     @dataclass(frozen=True)
     class Params(MethodParams):

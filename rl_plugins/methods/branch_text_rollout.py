@@ -45,10 +45,9 @@ class BranchTextRollout(Method):
     fidelity = "reconstruction"
     does = "Splits completions at given token places, so that rollouts of a prompt form a tree"
     problems = ("few_rollouts",)
-    brings_columns = (COLUMN,)
-    needs = frozenset({f"column:{COLUMN}"})
+    needs = frozenset({"several_rollouts", f"column:{COLUMN}"})
+    brings = frozenset({f"column:{COLUMN}"})
     idle = (Idle({"saved": 0}, "no token was shared. Lower `places`, or let completions be longer."),)
-    min_group_size = 2
 
     @dataclass(frozen=True)
     class Params(MethodParams):

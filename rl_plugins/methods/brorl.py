@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, MethodParams, param
+from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, from_params, param
 from rl_plugins.core.estimators import centered_rewards
 from rl_plugins.core.groups import joint
 from rl_plugins.core.params import GIVEN
@@ -54,8 +54,7 @@ class BroRL(Method):
     fidelity = "abstract"
     does = "Trains with hundreds of rollouts per prompt and scales the learning rate to the batch"
     problems = ("exploration", "no_signal")
-    needs = frozenset({"text"})
-    min_group_size = 2
+    needs = frozenset({"text", "several_rollouts"})
     idle = (Idle({"signal": 0.0}, "all rewards within each group are equal: too easy, too hard, or N is too small."),)
 
     @dataclass(frozen=True)
@@ -85,9 +84,9 @@ class BroRL(Method):
                         f"`ramp` has batch {pair[0]} after batch {self.ramp[i - 1][0]}; batches must ascend."
                     )
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        self.decides_rollouts = bool(self.params.ramp)
+    @from_params
+    def decides_rollouts(self) -> bool:
+        return bool(self.params.ramp)
 
     def stages(self) -> Sequence[int]:
         return [batch for batch, _ in self.params.ramp]

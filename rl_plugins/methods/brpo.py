@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Method, MethodError, MethodParams, Rollouts, Run, param
+from rl_plugins import ConfigError, Method, MethodError, Rollouts, Run, from_params, param
 from rl_plugins.core.params import GIVEN
 from rl_plugins.kit.judges import JudgeParams, make_judge
 from rl_plugins.kit.services import Endpoint, Failure, NotAsked, Service, failures, number, prompt_text
@@ -70,8 +70,6 @@ class Brpo(Method):
     fidelity = "paper"
     does = "Replaces the reward by a judge's comparison with one random rollout of the same group"
     problems = ("no_verifier",)
-    needs = frozenset({"text", "column:prompt"})
-    min_group_size = 2
 
     @dataclass(frozen=True)
     class Params(JudgeParams):
@@ -98,9 +96,9 @@ class Brpo(Method):
 
     _judge: Service
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        self.needs = frozenset({"text", f"column:{self.params.prompt_column}"})
+    @from_params
+    def needs(self) -> set[str]:
+        return {"text", "several_rollouts", f"column:{self.params.prompt_column}"}
 
     def check(self, run: Run) -> None:
         self._endpoint()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from rl_plugins import Method, MethodParams, Run, param
+from rl_plugins import Method, MethodParams, Run, from_params, param
 from rl_plugins.methods.mdlm import refuse_verl
 
 
@@ -39,7 +39,6 @@ class CjGrpo(Method):
     does = "Takes log-probs of a masked diffusion model in the states in which its tokens were unmasked"
     problems = ("masked_diffusion",)
     hosts = ("trl",)
-    host_options = {"trl": {"logprobs_from": "trajectory", "step_weight": "equal"}}
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -47,9 +46,9 @@ class CjGrpo(Method):
             "equal", "equal: every step counts alike (code); tokens: every token counts alike"
         )
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        self.host_options = {"trl": {"logprobs_from": "trajectory", "step_weight": self.params.step_weight}}
+    @from_params
+    def host_options(self) -> dict[str, dict[str, Any]]:
+        return {"trl": {"logprobs_from": "trajectory", "step_weight": self.params.step_weight}}
 
     def check(self, run: Run) -> None:
         refuse_verl(self.name, run)

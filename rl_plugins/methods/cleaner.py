@@ -70,8 +70,7 @@ class Cleaner(Method):
     does = "Repairs a failed tool call during the rollout and removes the failure from the trajectory"
     problems = ("agents",)
     needs = frozenset({"chat_template"})
-    forces_tokens = True
-    independent_rollouts = True
+    brings = frozenset({"forced_tokens", "redundancy"})
     in_eval = ("rollout",)
     idle = (Idle({"retries": 0}, "no call was retried: see cleaner/failed_calls, `errors` and `marker`."),)
 

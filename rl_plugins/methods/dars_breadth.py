@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from rl_plugins import Method, MethodParams, param
+from rl_plugins import Method, MethodParams, from_params, param
 from rl_plugins.core.method import SameAs
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -34,28 +35,23 @@ class DarsBreadth(Method):
     fidelity = "code"
     does = "Trains the whole batch in one optimizer step per pass, with several passes"
     problems = ("exploration",)
-    host_options = {
-        "trl": {
-            "num_iterations": 2,
-            "steps_per_generation": SameAs("gradient_accumulation_steps"),
-            "loss_type": "dr_grpo",
-        },
-        "verl": {
-            f"{_ACTOR}.ppo_epochs": 2,
-            f"{_ACTOR}.ppo_mini_batch_size": SameAs("data.train_batch_size"),
-            f"{_ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm",
-            f"{_ACTOR}.loss_scale_factor": SameAs("data.max_response_length"),
-        },
-    }
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         passes: int = param(2, "number of optimizer steps on one batch", ge=1)
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        trl, verl = DarsBreadth.host_options["trl"], DarsBreadth.host_options["verl"]
-        self.host_options = {
-            "trl": {**trl, "num_iterations": self.params.passes},
-            "verl": {**verl, f"{_ACTOR}.ppo_epochs": self.params.passes},
+    @from_params
+    def host_options(self) -> dict[str, dict[str, Any]]:
+        return {
+            "trl": {
+                "num_iterations": self.params.passes,
+                "steps_per_generation": SameAs("gradient_accumulation_steps"),
+                "loss_type": "dr_grpo",
+            },
+            "verl": {
+                f"{_ACTOR}.ppo_epochs": self.params.passes,
+                f"{_ACTOR}.ppo_mini_batch_size": SameAs("data.train_batch_size"),
+                f"{_ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm",
+                f"{_ACTOR}.loss_scale_factor": SameAs("data.max_response_length"),
+            },
         }

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import Method, MethodParams, Rollouts, param
+from rl_plugins import Method, MethodParams, Rollouts, from_params, param
 
 
 class DartAdvantages(Method):
@@ -40,9 +40,9 @@ class DartAdvantages(Method):
         group_stats: Literal["step", "trajectory"] = param("step", "unit that counts in mean and deviation")
         eps: float = param(1e-6, "constant added to the standard deviation", gt=0)
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        self.needs = frozenset({"turns"} if self.params.group_stats == "step" else ())
+    @from_params
+    def needs(self) -> set[str]:
+        return {"turns"} if self.params.group_stats == "step" else set()
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
         groups, reward = rollouts.groups, rollouts.reward

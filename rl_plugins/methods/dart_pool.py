@@ -46,8 +46,8 @@ class DartPool(Method):
     fidelity = "paper"
     does = "Replaces a failure by a stored success where all rollouts of a task fail"
     problems = ("no_signal", "exploration")
-    needs: frozenset[str] | set[str] = frozenset({"prompt_index", "tokens", "token_ids", "rollout_logprobs"})
-    replays = True
+    needs = frozenset({"prompt_index", "tokens", "token_ids", "rollout_logprobs"})
+    brings = frozenset({"off_policy"})
     idle = (Idle({"replaced": 0, "dropped": 0}, "no group failed or succeeded as a whole."),)
 
     @dataclass(frozen=True)

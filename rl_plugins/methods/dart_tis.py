@@ -36,7 +36,7 @@ class DartTis(Method):
     host_options = {"trl": {"vllm_importance_sampling_correction": False}}
     needs = frozenset({"tokens", "old_logprobs", "rollout_logprobs", "off_policy"})
     corrects_sampling = True
-    proximal_old_logprobs = True
+    old_policy = "proximal"
 
     @dataclass(frozen=True)
     class Params(MethodParams):

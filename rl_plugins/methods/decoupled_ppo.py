@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Method, MethodParams, Terms, param, ppo_clip
+from rl_plugins import ConfigError, Method, MethodParams, Terms, from_params, param, ppo_clip
 from rl_plugins.core.losses import LOG_RATIO_LIMIT, Live, finite
+from rl_plugins.core.method import OldPolicy
 
 Metric = Literal["ratio", "k1", "k2", "k3", "k3_code"]
 Level = Literal["token", "sequence"]
@@ -98,12 +99,15 @@ class DecoupledPpo(Method):
                     f"positive value, or none."
                 )
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        proximal = self.params.proximal
-        versions = {"token_versions"} if proximal in ("loglinear", "linear") else set()
-        self.needs = frozenset({"rollout_logprobs", "off_policy"} | versions)
-        self.proximal_old_logprobs = proximal == "recompute"
+    @from_params
+    def needs(self) -> set[str]:
+        return {"rollout_logprobs", "off_policy"} | (
+            {"token_versions"} if self.params.proximal in ("loglinear", "linear") else set()
+        )
+
+    @from_params
+    def old_policy(self) -> OldPolicy:
+        return "proximal" if self.params.proximal == "recompute" else "host"
 
     def policy_loss(self, terms: Terms) -> Tensor:
         p, live = self.params, Live(terms)

@@ -8,7 +8,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, Rollouts, Run, Shape, Tokens, param
+from rl_plugins import (
+    ConfigError,
+    Idle,
+    Method,
+    MethodError,
+    MethodParams,
+    Rollouts,
+    Run,
+    Shape,
+    Tokens,
+    from_params,
+    param,
+)
 from rl_plugins.core.rollouts import Jagged
 
 MASKED = {"truncated": ("mask", "mask_unscored")}
@@ -58,12 +70,12 @@ class DoraData(Method):
                 most, given = self.loop_tokens // 2, self.loop_period
                 raise ConfigError(f"`loop_period` is {given}. A loop repeats at least once: give at most {most}.")
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        column = {f"column:{self.params.failed_column}"} if self.params.failed_column else set()
-        ids = {"token_ids"} if self.params.truncated != "keep" else set()
-        tokens = {"tokens"} if self.params.truncated == "mask" else set()
-        self.needs = frozenset(column | ids | tokens)
+    @from_params
+    def needs(self) -> set[str]:
+        p = self.params
+        column = {f"column:{p.failed_column}"} if p.failed_column else set()
+        ids: dict[str, set[str]] = {"keep": set(), "mask": {"token_ids", "tokens"}}
+        return column | ids.get(p.truncated, {"token_ids"})
 
     def check(self, run: Run) -> None:
         if self.params.accuracy is not None and run.reward_names and self.params.accuracy not in run.reward_names:

@@ -9,9 +9,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import Method, MethodError, MethodParams, Rollouts, Run, Shape, Terms, Tokens, param, ppo_clip
+from rl_plugins import (
+    Method,
+    MethodError,
+    MethodParams,
+    Rollouts,
+    Run,
+    Shape,
+    Terms,
+    Tokens,
+    from_params,
+    param,
+    ppo_clip,
+)
 from rl_plugins.core.losses import LOG_RATIO_LIMIT, Live, finite
-from rl_plugins.core.method import SameAs
+from rl_plugins.core.method import OldPolicy, SameAs
 
 _ACTOR = "actor_rollout_ref.actor"
 
@@ -55,9 +67,8 @@ class DoraLoss(Method):
             f"{_ACTOR}.loss_scale_factor": SameAs("data.max_response_length"),
         },
     }
-    needs: frozenset[str] | set[str] = frozenset({"rollout_logprobs"})
     corrects_sampling = True
-    proximal_old_logprobs = True
+    _kept = False  # the host keeps older weights
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -71,12 +82,13 @@ class DoraLoss(Method):
             "start", "weights of the centre: of the step's start, or that generated"
         )
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        self._kept = False  # the host keeps older weights
-        self.generating_logprobs = self.params.mu == "version"
-        if self.generating_logprobs:
-            self.needs = self.needs | {"token_versions"}
+    @from_params
+    def needs(self) -> set[str]:
+        return {"rollout_logprobs"} | ({"token_versions"} if self.params.mu == "version" else set())
+
+    @from_params
+    def old_policy(self) -> OldPolicy:
+        return "generating" if self.params.mu == "version" else "proximal"
 
     def start(self, run: Run) -> None:
         self._kept = run.keeps_versions

@@ -8,7 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Idle, MethodParams, Plan, PlanRow, Rollouts, Run, Shape, Tokens, param
+from rl_plugins import (
+    ConfigError,
+    Groups,
+    Idle,
+    MethodParams,
+    Plan,
+    PlanRow,
+    Rollouts,
+    Run,
+    Shape,
+    Tokens,
+    from_params,
+    param,
+)
 from rl_plugins.core.params import above
 from rl_plugins.methods.rollout_replay.buffer import Buffer
 from rl_plugins.methods.rollout_replay.method import RolloutReplay
@@ -46,8 +59,6 @@ class DoraReuse(RolloutReplay):
     fidelity = "paper"
     does = "Generates spare prompts, trains groups with a signal, and reuses the surplus in later batches"
     problems = ("no_signal", "long_tail")
-    min_group_size = 2
-    decides_rollouts = True
     idle = (Idle({"reused": 0}, "no stored group was reused. Raise `spare_share` or `max_staleness`."),)
 
     @dataclass(frozen=True)
@@ -57,12 +68,19 @@ class DoraReuse(RolloutReplay):
         max_staleness: int = param(2, "largest age of a trained group, in published weights", ge=1, only_if=REUSES)
         buffer_groups: int = param(512, "most groups in the buffer; the oldest leave", ge=1, only_if=REUSES)
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super(RolloutReplay, self).__init__(params)
-        self._group_size = self._spare = 0
-        if not self.params.reuse_ratio:
-            self.needs, self.replays = frozenset({"prompt_index"}), False
-            self.decides_rollouts = self.params.spare_share > 0
+    _group_size = _spare = 0
+
+    @from_params
+    def needs(self) -> set[str]:
+        return {"several_rollouts"} | (super().needs if self.params.reuse_ratio else {"prompt_index"})
+
+    @from_params
+    def brings(self) -> set[str]:
+        return {"off_policy"} if self.params.reuse_ratio else set()
+
+    @from_params
+    def decides_rollouts(self) -> bool:
+        return bool(self.params.reuse_ratio or self.params.spare_share)
 
     def check(self, run: Run) -> None:
         if run.buffered:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, param
+from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, from_params, param
 from rl_plugins.core.rollouts import Plan, PlanRow, PromptPool, Rollouts, Run, Tokens
 from rl_plugins.kit.prompt_memory import Counts, Outcomes, SuccessParams
 
@@ -90,8 +90,11 @@ class Drive(Method):
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
-        self.decides_rollouts = bool(self.params.rollouts)
         self._orders: dict[tuple[int, int], Ids] = {}
+
+    @from_params
+    def decides_rollouts(self) -> bool:
+        return bool(self.params.rollouts)
 
     def check(self, run: Run) -> None:
         p = self.params

@@ -50,11 +50,9 @@ class Drpo(Method):
     fidelity = "code"
     does = "Prefers short answers among the right ones only, so length never makes a right answer bad"
     problems = ("length",)
-    needs = frozenset({"old_logprobs", "current_logprobs"})
-    min_group_size = 2
+    needs = frozenset({"old_logprobs", "current_logprobs", "several_rollouts", "whole_groups"})
     host_options = {"trl": {"vllm_importance_sampling_correction": False}}
     aggregation = "sum"
-    steps_hold_whole_groups = True
     idle = (Idle({"mixed": 0}, "no group has both right and wrong completions. Look at `reward` and `threshold`."),)
 
     @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins import Idle, Method, MethodParams, Plan, Rollouts, param
+from rl_plugins import Idle, Method, MethodParams, Plan, Rollouts, from_params, param
 from rl_plugins.methods.echo.answers import boxed_answer
 
 
@@ -54,10 +54,10 @@ class EchoLabels(Method):
         extract: Callable[..., Any] = param(boxed_answer, "function extract(text): an answer in canonical form or None")
         label_column: str | None = param(None, "dataset column with the true answer, for metrics only")
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
+    @from_params
+    def needs(self) -> set[str]:
         column = self.params.label_column
-        self.needs = frozenset({"text"} | ({f"column:{column}"} if column else set()))
+        return {"text"} | ({f"column:{column}"} if column else set())
 
     def plan(self, plan: Plan) -> Plan:
         """More rollouts, made to leave again; the first row of a group brings them."""

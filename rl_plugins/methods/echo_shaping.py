@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import Groups, Method, MethodParams, Rollouts, Shape, Tokens, param
+from rl_plugins import Groups, Method, MethodParams, Rollouts, Shape, Tokens, from_params, param
 from rl_plugins.core.params import above
 from rl_plugins.methods.echo.confidence import confidence
 
@@ -56,10 +56,10 @@ class EchoShaping(Method):
             "white", "H and 1 - C as z-scores (code) or as they are (paper)", only_if=_WEIGHED
         )
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
+    @from_params
+    def needs(self) -> set[str]:
         signals = {"entropies": self.params.alpha, "old_logprobs": self.params.beta}
-        self.needs = frozenset({"tokens"} | {name for name, weight in signals.items() if weight})
+        return {"tokens"} | {name for name, weight in signals.items() if weight}
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
         p, before = self.params, tokens.advantages

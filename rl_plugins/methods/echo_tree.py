@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rl_plugins import Generate, Idle, Method, MethodParams, Program, Prompt, Trajectory
+from rl_plugins import Generate, Idle, Method, Program, Prompt, Trajectory, from_params
 from rl_plugins.core.requests import BranchOrigin, Generated, Pruned
 from rl_plugins.methods.echo.controller import Top, branch_at, penalty, prune_at, statistics
 from rl_plugins.methods.echo.params import EchoTreeParams
@@ -57,11 +57,14 @@ class EchoTree(Method):
     )
     Params = EchoTreeParams
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        self.needs = frozenset({f"engine:logprobs={self.params.logprob_top_k}"})
-        self.forces_tokens = self.params.max_branches > 1
-        self.min_group_size = 2 if self.params.max_branches > 1 else 1
+    @from_params
+    def needs(self) -> set[str]:
+        several = {"several_rollouts"} if self.params.max_branches > 1 else set()
+        return {f"engine:logprobs={self.params.logprob_top_k}"} | several
+
+    @from_params
+    def brings(self) -> set[str]:
+        return {"forced_tokens"} if self.params.max_branches > 1 else set()
 
     def rollout(self, prompt: Prompt) -> Program:
         top_k = self.params.logprob_top_k

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from rl_plugins import Method, MethodParams, Run, param
+from rl_plugins import Method, MethodParams, Run, from_params, param
 from rl_plugins.methods.mdlm import refuse_verl
 
 
@@ -31,9 +32,6 @@ class Eoser(Method):
     does = "Holds back end tokens in the first decoding steps of a masked diffusion model"
     problems = ("masked_diffusion",)
     hosts = ("trl",)
-    host_options = {
-        "trl": {"end_confidence_start": 0.01, "end_confidence_stop": 1.0, "end_confidence_index": "decoding"}
-    }
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -41,10 +39,10 @@ class Eoser(Method):
         stop: float = param(1.0, "gamma_max, factor in the last step", ge=0, le=1)
         code_compat: bool = param(False, "step inside the block instead of the whole decoding, as in the authors' code")
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
+    @from_params
+    def host_options(self) -> dict[str, dict[str, Any]]:
         p = self.params
-        self.host_options = {
+        return {
             "trl": {
                 "end_confidence_start": p.start,
                 "end_confidence_stop": p.stop,

@@ -9,7 +9,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import Groups, Idle, Method, MethodError, MethodParams, Rollouts, Run, Shape, Terms, Tokens, param
+from rl_plugins import (
+    Groups,
+    Idle,
+    Method,
+    MethodError,
+    MethodParams,
+    Rollouts,
+    Run,
+    Shape,
+    Terms,
+    Tokens,
+    from_params,
+    param,
+)
 from rl_plugins.core.losses import Live
 from rl_plugins.core.params import above
 
@@ -102,11 +115,13 @@ class Epo(Method):
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
-        self.needs = frozenset({"tokens", "entropies", "current_entropies"})
-        if self.params.smoothed and self.params.corridor == "turn":
-            self.needs |= {"turns"}
         none = torch.zeros(0, dtype=torch.float64)
         self.state = {"sum": none, "count": none.clone(), "recent": none.reshape(0, 0)}
+
+    @from_params
+    def needs(self) -> set[str]:
+        of_turns = self.params.smoothed and self.params.corridor == "turn"
+        return {"tokens", "entropies", "current_entropies"} | ({"turns"} if of_turns else set())
 
     # ---- the driver: history, corridor and phase
 

@@ -46,8 +46,7 @@ class Gdpo(Method):
     hosts = ("trl", "verl", "diffusion")
     does = "Normalizes each reward function within its group before adding them"
     problems = ("several_rewards",)
-    needs = {"several_rewards"}
-    min_group_size = 2
+    needs = frozenset({"several_rewards", "several_rollouts"})
     host_options = {"trl": {"multi_objective_aggregation": "sum_then_normalize"}}
 
     @dataclass(frozen=True)

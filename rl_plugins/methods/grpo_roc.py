@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Method, MethodError, MethodParams, Plan, Rollouts, Run, param
+from rl_plugins import ConfigError, Groups, Method, MethodError, MethodParams, Plan, Rollouts, Run, from_params, param
 from rl_plugins.core.params import GIVEN
 from rl_plugins.kit.oversampling import oversampled, to_keep
 from rl_plugins.kit.texts import between
@@ -65,7 +65,6 @@ class GrpoRoc(Method):
     fidelity = "code"
     does = "Generates twice the rollouts and keeps the cleanest correct ones and any wrong ones"
     problems = ("agents", "no_signal")
-    needs = frozenset({"raw_text"})
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -94,13 +93,13 @@ class GrpoRoc(Method):
                         f"closing tag."
                     )
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        if self.params.penalty is not None:
-            needs = getattr(self.params.penalty, "needs", ())
-            self.needs = frozenset({needs} if isinstance(needs, str) else needs)
-        elif not (self.params.use_error or self.params.use_format):
-            self.needs = frozenset()
+    @from_params
+    def needs(self) -> set[str]:
+        p = self.params
+        if p.penalty is None:
+            return {"raw_text"} if p.use_error or p.use_format else set()
+        needs = getattr(p.penalty, "needs", ())
+        return {needs} if isinstance(needs, str) else set(needs)
 
     def check(self, run: Run) -> None:
         p, size = self.params, run.group_size

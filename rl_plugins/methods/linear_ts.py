@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Method, MethodParams, PromptPool, Rollouts, Run, Tokens, param
+from rl_plugins import ConfigError, Groups, Method, MethodParams, PromptPool, Rollouts, Run, Tokens, from_params, param
 from rl_plugins.core.errors import did_you_mean, shown
 from rl_plugins.kit.priors import cell, dataset_of
 
@@ -80,7 +80,6 @@ class LinearTS(Method):
     fidelity = "paper"
     does = "Draws prompts from the dataset's domains by a linear Thompson bandit"
     problems = ("few_prompts", "no_signal")
-    needs = frozenset({"prompt_index"})
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -113,9 +112,9 @@ class LinearTS(Method):
                         f"logs in optimizer steps.{did_you_mean(name, known)}"
                     )
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        self.needs = frozenset({"prompt_index", f"column:{self.params.column}"})
+    @from_params
+    def needs(self) -> set[str]:
+        return {"prompt_index", f"column:{self.params.column}"}
 
     def start(self, run: Run) -> None:
         p = self.params

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins import Groups, Idle, Method, MethodError, MethodParams, Rollouts, Shape, Tokens, param
+from rl_plugins import Groups, Idle, Method, MethodError, MethodParams, Rollouts, Shape, Tokens, from_params, param
 from rl_plugins.kit.agents.turns import joint, normalized
 
 _CLOSE = 1e-6  # a host may hold rewards in float32, where 0.1 is above 0.1
@@ -58,7 +58,6 @@ class MGrpo(Method):
     does = "Trains a main agent and its sub-agents, each compared with its own kind"
     problems = ("agents",)
     idle = (Idle({"calls": 0}, "no sub-agent was called. Check the prompt and `parse` of m_grpo_rollout."),)
-    min_group_size = 2
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -75,10 +74,13 @@ class MGrpo(Method):
         sub_per_rollout: int = param(4, "D, number of sub-agents' rows of a rollout in the aligned batch (ours)", ge=1)
         fill_empty: bool = param(True, "rows of other rollouts replace missing ones (ours)", only_if={"align": True})
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        self.needs = frozenset({"tokens", f"column:{self.params.agent_column}"})
-        self.rows_per_rollout = 1 + self.params.sub_per_rollout
+    @from_params
+    def needs(self) -> set[str]:
+        return {"tokens", "several_rollouts", f"column:{self.params.agent_column}"}
+
+    @from_params
+    def rows_per_rollout(self) -> int:
+        return 1 + int(self.params.sub_per_rollout)
 
     def rewards(self, rollouts: Rollouts) -> Tensor | None:
         """Sub-agents' rewards from their format score and the outcome of the main agent that called them."""

@@ -45,7 +45,7 @@ class McGrpo(Method):
     does = "Centers rewards on the group's median, with one extra rollout per prompt as its pivot"
     problems = ("few_rollouts",)
     keeps_batch_size = True  # the row that leaves is the one `plan` asked for in addition
-    min_group_size = 2
+    needs = frozenset({"several_rollouts"})
 
     @dataclass(frozen=True)
     class Params(MethodParams):

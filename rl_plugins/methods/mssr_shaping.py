@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from rl_plugins import Method, MethodParams, Rollouts, Shape, Tokens, param
+from rl_plugins import Method, MethodParams, Rollouts, Shape, Tokens, from_params, param
 from rl_plugins.core.params import above
 
 _ON = {"entropy_weight": above(0)}
@@ -46,9 +46,9 @@ class MssrShaping(Method):
             "sampled", "of the sampled token, -p log p (code), or of the whole distribution (paper)", only_if=_ON
         )
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        self.needs = frozenset({"tokens", "old_logprobs" if self.params.entropy == "sampled" else "entropies"})
+    @from_params
+    def needs(self) -> set[str]:
+        return {"tokens", "old_logprobs" if self.params.entropy == "sampled" else "entropies"}
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
         entropy = tokens.entropies

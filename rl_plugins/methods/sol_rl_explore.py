@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Idle, Method, MethodParams, Program, Prompt, Run, Score, param
+from rl_plugins import ConfigError, Groups, Idle, Method, MethodParams, Program, Prompt, Run, Score, from_params, param
 from rl_plugins.core.denoising import Denoise, Sample, SamplePrompt
 from rl_plugins.kit.oversampling import pool_size
 from rl_plugins.methods.sol_rl.choice import Mode, places
@@ -54,9 +54,9 @@ class SolRlExplore(Method):
         mode: Mode = param("best_worst", "seeds of the pool that are made again")
         noise: bool = param(False, "noise on the way of explored samples (paper: none)")
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        self.needs = frozenset({"cheap_copy"} if self.params.model == "cheap" else ())
+    @from_params
+    def needs(self) -> set[str]:
+        return {"cheap_copy"} if self.params.model == "cheap" else set()
 
     def check(self, run: Run) -> None:
         if run.host == "diffusion" and self.params.steps > run.max_completion_length:

@@ -7,7 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plugins import Call, Generate, Idle, Method, MethodError, MethodParams, Program, Prompt, Trajectory, param
+from rl_plugins import (
+    Call,
+    Generate,
+    Idle,
+    Method,
+    MethodError,
+    MethodParams,
+    Program,
+    Prompt,
+    Trajectory,
+    from_params,
+    param,
+)
 from rl_plugins.core.redundancy import independent
 from rl_plugins.core.requests import Called
 from rl_plugins.methods.ui_s1.episode import ExpertStep, SemiOnlineEpisode
@@ -43,7 +55,7 @@ class UiS1Rollout(Method):
     does = "Plays recorded expert trajectories as an environment and patches wrong actions"
     problems = ("agents",)
     needs = frozenset({"chat_template"})
-    independent_rollouts = True
+    brings = frozenset({"redundancy"})
     in_eval = ("rollout",)
     idle = (Idle({"patches": 0}, "no step was patched. All steps matched, `match` failed, or `max_patches` is 0."),)
 
@@ -57,9 +69,9 @@ class UiS1Rollout(Method):
         step_tokens: int | None = param(None, "most tokens of a response; none: the completion length", ge=1)
         timeout: float = param(30.0, "time limit of one call of `match`, in seconds", gt=0)
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        self.rows_per_rollout = self.params.max_steps
+    @from_params
+    def rows_per_rollout(self) -> int:
+        return int(self.params.max_steps)
 
     def rollout(self, prompt: Prompt) -> Program:
         if prompt.prefix:

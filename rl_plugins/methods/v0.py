@@ -11,7 +11,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, MethodParams, Plan, Rollouts, Run, Tokens, param
+from rl_plugins import (
+    ConfigError,
+    Groups,
+    Idle,
+    Method,
+    MethodError,
+    MethodParams,
+    Plan,
+    Rollouts,
+    Run,
+    Tokens,
+    from_params,
+    param,
+)
 from rl_plugins.kit.priors import PriorParams, make_prior
 from rl_plugins.kit.prompt_memory import SuccessParams
 
@@ -57,10 +70,8 @@ class V0(Method):
     fidelity = "paper"
     does = "Splits a fixed rollout budget by predicted success rate"
     problems = ("no_signal", "few_prompts")
-    needs = frozenset({"prompt_index"})
     idle = (Idle({"utility": 1}, "budgets are no better than equal ones. Look at `prior` and `min_rollouts`."),)
     keeps_batch_size = True  # rollouts are moved between prompts, not taken away
-    decides_rollouts = True
 
     @dataclass(frozen=True)
     class Params(PriorParams, SuccessParams):
@@ -80,8 +91,14 @@ class V0(Method):
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
         self.prior = make_prior(self.params, 0.0, 1.0, guess_unseen=False)  # equal guesses would not give equal budgets
-        self.needs = self.prior.needs
-        self.decides_rollouts = self.params.allocation != "uniform"
+
+    @from_params
+    def needs(self) -> frozenset[str]:
+        return self.prior.needs
+
+    @from_params
+    def decides_rollouts(self) -> bool:
+        return bool(self.params.allocation != "uniform")
 
     def check(self, run: Run) -> None:
         p = self.params

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Idle, Method, MethodParams, Plan, Rollouts, Run, Tokens, param
+from rl_plugins import ConfigError, Groups, Idle, Method, MethodParams, Plan, Rollouts, Run, Tokens, from_params, param
 from rl_plugins.core.params import below
 from rl_plugins.core.rollouts import MAX_ROUNDS, PerRollout
 from rl_plugins.kit.priors import PriorParams, make_prior
@@ -59,7 +59,6 @@ class V05(Method):
     fidelity = "paper"
     does = "Fuses a value prior with few rollouts and samples more only where they disagree"
     problems = ("few_rollouts", "no_signal")
-    needs = frozenset({"prompt_index"})
     rounds = True
     idle = (Idle({"unknown": 1}, "the prior has no value for any prompt: the baseline is the mean. Look at `prior`."),)
     decides_rollouts = True
@@ -101,7 +100,10 @@ class V05(Method):
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
         self.prior = make_prior(self.params, -torch.inf, torch.inf)
-        self.needs = self.prior.needs
+
+    @from_params
+    def needs(self) -> frozenset[str]:
+        return self.prior.needs
 
     def check(self, run: Run) -> None:
         p = self.params

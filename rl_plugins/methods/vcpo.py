@@ -9,7 +9,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Rows, Shape, Terms, Tokens, Update, param
+from rl_plugins import (
+    ConfigError,
+    Groups,
+    Method,
+    MethodParams,
+    Rollouts,
+    Rows,
+    Shape,
+    Terms,
+    Tokens,
+    Update,
+    from_params,
+    param,
+)
 from rl_plugins.core.groups import places
 from rl_plugins.core.losses import Live, finite
 
@@ -89,13 +102,12 @@ class Vcpo(Method):
                     "'proxy'."
                 )
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        p = self.params
-        self.steps_hold_whole_groups = p.baseline == "opob"
-        self.min_group_size = 1 if p.baseline == "none" else 2
-        proxy = {"tokens", "old_logprobs", "sum_squared_probs"} if self._by_proxy else set()
-        self.needs = frozenset({"rollout_logprobs", "current_logprobs", "off_policy"} | proxy)
+    @from_params
+    def needs(self) -> set[str]:
+        p, needs = self.params, {"rollout_logprobs", "current_logprobs", "off_policy"}
+        needs |= {"several_rollouts"} if p.baseline != "none" else set()
+        needs |= {"whole_groups"} if p.baseline == "opob" else set()
+        return needs | ({"tokens", "old_logprobs", "sum_squared_probs"} if self._by_proxy else set())
 
     @property
     def _by_proxy(self) -> bool:

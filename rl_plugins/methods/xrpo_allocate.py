@@ -47,7 +47,7 @@ class XrpoAllocate(Method):
     rounds = True
     decides_rollouts = True
     keeps_batch_size = True  # rollouts are moved between prompts, not taken away
-    min_group_size = 2
+    needs = frozenset({"several_rollouts"})
     idle = (Idle({"moved": 0}, "all groups have the same size. Lower `n_first`, or check whether rewards differ."),)
 
     @dataclass(frozen=True)

@@ -9,7 +9,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, Plan, PlanRow, Rollouts, Run, Tokens, param
+from rl_plugins import (
+    ConfigError,
+    Idle,
+    Method,
+    MethodError,
+    MethodParams,
+    Plan,
+    PlanRow,
+    Rollouts,
+    Run,
+    Tokens,
+    from_params,
+    param,
+)
 from rl_plugins.core.rollouts import GroupSoFar
 from rl_plugins.kit.priors import cell
 from rl_plugins.kit.prompt_memory import SuccessParams
@@ -61,7 +74,6 @@ class XrpoSeeds(Method):
     does = "Retries failed prompts with solved examples of similar problems in the context"
     problems = ("no_signal", "exploration")
     rounds = True
-    decides_rollouts = True
     keeps_batch_size = True
     idle = (
         Idle({"later": 0}, "no later round was planned. Set `second_round`, or name a method with rounds before it."),
@@ -84,10 +96,16 @@ class XrpoSeeds(Method):
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
-        self.decides_rollouts = self.params.second_round
-        self.needs = frozenset({"prompt_index", "text", f"column:{self.params.prompt_column}"})
         self._dataset: Any = None
         self._known: dict[int, Any] = {}  # dataset row -> its words, or its embedding
+
+    @from_params
+    def needs(self) -> set[str]:
+        return {"prompt_index", "text", f"column:{self.params.prompt_column}"}
+
+    @from_params
+    def decides_rollouts(self) -> bool:
+        return bool(self.params.second_round)
 
     def check(self, run: Run) -> None:
         media = media_of(run)

@@ -21,7 +21,7 @@ NO_TURN_LIMITS = (
 
 
 def no_redundancy(stack: MethodStack, waits: str) -> str:
-    """Why nothing in a run closes redundant rollouts; empty if its program does.
+    """Why nothing in a run closes redundant rollouts, unless its program brings that.
 
     Args:
         waits: who waits for all rollouts of a prompt where no program makes them, and what to change.
@@ -29,13 +29,11 @@ def no_redundancy(stack: MethodStack, waits: str) -> str:
     makers = stack.claims["rollout"]
     if not makers:
         return f"without a rollout program {waits}"
-    if makers[0].independent_rollouts:
-        return ""
     name = makers[0].name
     return (
         f"`{name}` makes the rollouts and does not say that each is alone, so none of them can be closed. Remove one "
         f"of the two. If `{name}` is yours, make its rollouts with rl_plugins.core.redundancy.independent and set "
-        f"`independent_rollouts = True`."
+        f'`brings = {{"redundancy"}}`.'
     )
 
 
@@ -96,8 +94,8 @@ def preflight(stack: MethodStack, host: HostCapabilities) -> dict[str, Any]:
     problems: list[str] = []
     options: dict[str, Any] = {}
     wanted: dict[str, tuple[str, Any]] = {}  # option -> the method that asked first, and its value
-    brought = {f"column:{column}" for m in stack.methods for column in m.brings_columns}
-    older = bool(stack.claims["admit"]) or any(m.replays for m in stack.methods)  # groups that were begun before
+    brought = {"off_policy"} if stack.claims["admit"] else set()  # groups that were begun before
+    brought = brought.union(*(m.brings for m in stack.methods))
     for m in stack.methods:
         problems += _other_policies(m, host.name)
         for hook in m.claims():
@@ -108,7 +106,7 @@ def preflight(stack: MethodStack, host: HostCapabilities) -> dict[str, Any]:
             if hook not in host.eval_hooks:
                 problems.append(f"`{m.name}` acts with `{hook}` in evaluation, which {host.name} does not serve.")
         for signal in sorted(m.needs - brought):
-            why_not = None if signal == "off_policy" and older else _missing(signal, host)
+            why_not = _missing(signal, host)
             if why_not:
                 problems.append(f"`{m.name}` needs {SIGNALS.get(signal, f'`{signal}`')}: {why_not}")
         for option, value in m.host_options.get(host.name, {}).items():
@@ -131,7 +129,7 @@ def preflight(stack: MethodStack, host: HostCapabilities) -> dict[str, Any]:
         )
     if problems:
         raise ConfigError("\n".join(problems))
-    replaying = next((m.name for m in stack.methods if m.replays), None)
+    replaying = next((m.name for m in stack.methods if "off_policy" in m.brings), None)
     weighed = host.weighs_old or any(m.corrects_sampling for m in stack.methods) or _weights_on(host, options)
     if replaying and not weighed:
         stack.warn_once(
@@ -155,12 +153,7 @@ def _other_policies(m: Method, host: str) -> Iterator[str]:
 
 
 def _wrong_sizes(m: Method, run: Run, host: HostCapabilities) -> Iterator[str]:
-    """Groups and batches that are too small for a method."""
-    if run.group_size < m.min_group_size:
-        yield (
-            f"`{m.name}` needs groups of {m.min_group_size} rollouts or more, and the run has {host.group_option}="
-            f"{run.group_size}. Set {host.group_option} to {m.min_group_size} or more."
-        )
+    """Batches that are too small for a method."""
     rows = m.rows_per_rollout * run.group_size
     if m.rows_per_rollout > 1 and host.batch_rows is not None and rows > host.batch_rows:
         yield (
@@ -179,12 +172,12 @@ def _wrong_corrections(stack: MethodStack, host: HostCapabilities, options: Mapp
     weights = _weights_on(host, options)
     problems = _counted_twice(stack, weights)
     for m in stack.methods:
-        if m.proximal_old_logprobs and host.rollout_as_old:
+        if m.old_policy != "host" and host.rollout_as_old:
             problems.append(
                 f"`{m.name}` needs log-probs of the policy at the start of the step in addition to those of the policy "
                 f"that sampled, and {host.rollout_as_old} makes them the same. Turn it off, or remove `{m.name}`."
             )
-    forcing = next((m.name for m in stack.methods if m.forces_tokens), None)
+    forcing = next((m.name for m in stack.methods if "forced_tokens" in m.brings), None)
     if forcing is None:
         return problems
     why = (
@@ -236,6 +229,8 @@ def _missing(signal: str, host: HostCapabilities) -> str | None:
         if host.columns is not None and detail not in host.columns and not host.row_columns:
             return f"the dataset has no column `{detail}` (it has: {', '.join(sorted(host.columns))}). Add it."
         return None
+    if signal == "several_rollouts" and host.run is not None and host.run.group_size < 2:
+        return f"the run has {host.group_option}={host.run.group_size}. Set {host.group_option} to 2 or more."
     if signal not in SIGNALS and kind != "engine":
         return f"there is no such signal; known: {', '.join(SIGNALS)}, column:NAME, engine:logprobs=N."
     return host.missing_signals.get(signal, host.missing_signals.get(kind))

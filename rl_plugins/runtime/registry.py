@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from rl_plugins.core.errors import ConfigError, did_you_mean, shortened, shown
-from rl_plugins.core.method import HOOKS, Bundle, Fidelity, Idle, Method
+from rl_plugins.core.method import BRINGS, HOOKS, Aggregation, Bundle, Fidelity, Idle, Method, OldPolicy
 from rl_plugins.core.params import MethodParams, build_params, declaration_problems
 from rl_plugins.runtime.config_text import read_json_or_yaml
 from rl_plugins.runtime.papers import no_method
@@ -348,17 +348,17 @@ def _undecorated(params: type[MethodParams]) -> bool:
 # attribute of a method -> whether its value is allowed, and what is
 _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "advantages_per": (lambda v: v in ("row", "turn"), '"row" or "turn"'),
-    "aggregation": (lambda v: v in ("host", "sum"), '"host" or "sum"'),
-    "trains": (lambda v: isinstance(v, bool), "True or False"),
+    "aggregation": (lambda v: v in get_args(Aggregation), '"host", "sum" or "none"'),
+    "old_policy": (lambda v: v in get_args(OldPolicy), '"host", "proximal" or "generating"'),
     "rounds": (lambda v: isinstance(v, bool), "True or False"),
     "keeps_batch_size": (lambda v: isinstance(v, bool), "True or False"),
-    "steps_hold_whole_groups": (lambda v: isinstance(v, bool), "True or False"),
-    "plans_stay_together": (lambda v: isinstance(v, bool), "True or False"),
-    "forces_tokens": (lambda v: isinstance(v, bool), "True or False"),
-    "min_group_size": (lambda v: _whole(v) and v >= 1, "a whole number of at least 1"),
     "rows_per_rollout": (lambda v: _whole(v) and v >= 1, "a whole number of at least 1"),
     "state_version": (lambda v: _whole(v) and v >= 1, "a whole number of at least 1"),
     "needs": (lambda v: _texts(v), 'a set of signals, e.g. frozenset({"text"})'),
+    "brings": (
+        lambda v: _texts(v) and all(b in BRINGS or b.startswith("column:") for b in v),
+        f"a set of: {', '.join(BRINGS)}, column:NAME",
+    ),
     "in_eval": (lambda v: _texts(v) and set(v) <= set(HOOKS), 'names of hooks, e.g. ("plan",)'),
     "host_options": (
         lambda v: isinstance(v, Mapping) and all(isinstance(options, Mapping) for options in v.values()),

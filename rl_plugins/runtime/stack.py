@@ -171,7 +171,7 @@ class MethodStack(Context):
             if HOOKS[hook].kind == "exclusive":
                 _only_one(claimants, f"`{hook}`", self.bundle_of)
         _only_one([m for m in methods if m.decides_rollouts], "how many rollouts prompts get", self.bundle_of)
-        whole = [m.name for m in methods if m.plans_stay_together]
+        whole = [m.name for m in methods if "whole_batches" in m.needs]
         for m in self.claims["admit"] if whole else ():
             raise ConfigError(
                 f"`{whole[0]}` needs the prompts that were planned together in one batch, and `{m.name}` lets groups "
@@ -223,12 +223,7 @@ class MethodStack(Context):
     @property
     def trains(self) -> bool:
         """Whether optimizer steps are taken."""
-        return all(m.trains for m in self.methods)
-
-    @property
-    def may_stop(self) -> bool:
-        """Whether a method may end the run."""
-        return any(m.stops for m in self.methods)
+        return all(m.aggregation != "none" for m in self.methods)
 
     def stopped(self, checkpoint: str) -> RunStopped:
         """The error that ends a run after a method asked for it."""

@@ -44,7 +44,7 @@ class Delayed(Method):
     name = "delayed"
     fidelity = "reconstruction"
     needs = frozenset({"prompt_index", "tokens", "token_ids", "token_versions", "rollout_logprobs"})
-    replays = True
+    brings = frozenset({"off_policy"})
 
     @dataclass(frozen=True)
     class Params(MethodParams):

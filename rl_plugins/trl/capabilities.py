@@ -356,15 +356,6 @@ def trl_capabilities(stack: MethodStack, known: KnownRun) -> HostCapabilities:
             f"an optimizer step would span two generation batches (gradient_accumulation_steps={ga}, "
             f"steps_per_generation={spg}). Make steps_per_generation a multiple of gradient_accumulation_steps."
         )
-    elif any(m.steps_hold_whole_groups for m in stack.methods) and spg != ga:
-        missing_hooks["before_update"] = (
-            f"it needs whole groups in every optimizer step, and TRL shuffles rows before it splits a generation batch "
-            f"into {spg // ga} steps. Set steps_per_generation={ga}, equal to gradient_accumulation_steps."
-        ) + (
-            f" {_OTHER_STALENESS}"
-            if any("off_policy" in m.needs and m.steps_hold_whole_groups for m in stack.methods)
-            else ""
-        )
     return HostCapabilities(
         name="trl",
         version=trl_version(),
@@ -435,6 +426,13 @@ _ONE_BATCH = (
 def _missing_signals(stack: MethodStack, known: KnownRun) -> dict[str, str]:
     args = known.args
     missing: dict[str, str] = {}
+    spg, ga = args.steps_per_generation, args.gradient_accumulation_steps
+    if spg % ga == 0 and spg != ga:
+        both = any({"off_policy", "whole_groups"} <= m.needs for m in stack.methods)
+        missing["whole_groups"] = (
+            f"TRL shuffles rows before it splits a generation batch into {spg // ga} steps. Set steps_per_generation="
+            f"{ga}, equal to gradient_accumulation_steps." + f" {_OTHER_STALENESS}" * both
+        )
     if args.use_vllm and args.temperature != 1.0:
         missing["engine"] = (
             f"vLLM in TRL reports log-probs with the temperature ({args.temperature}), and those at temperature 1 are "
@@ -495,7 +493,7 @@ def _missing_signals(stack: MethodStack, known: KnownRun) -> dict[str, str]:
             f"{several}."
         )
         if not args.use_vllm and args.rollout_precision == "policy":
-            if any(m.steps_hold_whole_groups for m in stack.methods):  # steps_per_generation cannot be raised then
+            if "whole_groups" in stack.needs:  # steps_per_generation cannot be raised then
                 several = "Set num_iterations=2 or more"
             missing["off_policy"] = (
                 f"every generation batch is used for one optimizer step and sampled by the trained model itself, so "

@@ -126,7 +126,7 @@ class RunCallback(TrainerCallback):
     def stop_if_asked(self, control: Any) -> None:
         """At the end of a generation batch: ends the run with a checkpoint if a method wants it, on every rank."""
         stack = self.trainer.methods
-        if stack.may_stop:
+        if stack:
             stack.stop_reason = on_driver(self.trainer.accelerator, lambda: stack.stop_reason)
             if stack.stop_reason:
                 self._stopping = control.should_save = control.should_training_stop = True

@@ -180,16 +180,6 @@ def verl_capabilities(stack: MethodStack, settings: Settings, config: Any) -> Ho
     own = _makes_rollouts_itself(read)
     if own:
         missing_hooks["rollout"] = own
-    steps = read.optimizer_steps_per_batch
-    if (
-        any(m.steps_hold_whole_groups for m in stack.methods)
-        and steps > 1
-        and read("actor_rollout_ref.actor.shuffle", False)
-    ):
-        missing_hooks["before_update"] = (
-            f"it needs whole groups in every optimizer step, and the batch is shuffled before it is cut into {steps}. "
-            f"Set actor_rollout_ref.actor.shuffle=False."
-        )
     columns = dataset_columns(read)
     wanted = [o for m in stack.methods for o in m.host_options.get("verl", {}).items()]
     asked = {option for option, _ in wanted} | {value.option for _, value in wanted if isinstance(value, SameAs)}
@@ -325,6 +315,21 @@ def _no_template(read: Reader) -> str:
 
 def _missing_signals(stack: MethodStack, settings: Settings, read: Reader) -> dict[str, str]:
     missing = {}
+    steps = read.optimizer_steps_per_batch
+    if steps > 1 and read("actor_rollout_ref.actor.shuffle", False):
+        missing["whole_groups"] = (
+            f"the batch is shuffled before it is cut into {steps}. Set actor_rollout_ref.actor.shuffle=False."
+        )
+    if read("algorithm.filter_groups.enable", False):
+        missing["whole_batches"] = (
+            "algorithm.filter_groups takes some of the prompts out and draws others. Set "
+            "algorithm.filter_groups.enable=False, or remove the method."
+        )
+    if read.mode != "sync":
+        missing["whole_batches"] = (
+            f"{read.mode} takes groups one by one out of a buffer, so they may be trained in different batches. Use "
+            f"trainer.v1.trainer_mode=rl_plugins_sync."
+        )
     rollout = "actor_rollout_ref.rollout"
     engine = read(f"{rollout}.name")
     if engine not in TOP_LOGPROBS:
@@ -403,12 +408,6 @@ def _refused(stack: MethodStack, read: Reader) -> Iterator[str]:
             f"{deciding} decides how many rollouts prompts get, and {read.mode} takes batches out of a buffer of "
             f"groups, each of {read.group_size} rollouts. {sync}"
         )
-    whole = ", ".join(f"`{m.name}`" for m in stack.methods if m.plans_stay_together)
-    if whole and read.mode != "sync":
-        yield (
-            f"{whole} needs the prompts that were planned together in one batch, and {read.mode} takes groups one by "
-            f"one out of a buffer, so they may be trained in different batches. {sync}"
-        )
     if stack.rows_per_rollout > 1 and read.mode != "sync":
         names = ", ".join(f"`{m.name}`" for m in stack.methods if m.rows_per_rollout > 1)
         yield (
@@ -423,12 +422,7 @@ def _refused(stack: MethodStack, read: Reader) -> Iterator[str]:
             f"columns {', '.join(media)}. Remove the method."
         )
     filtering = bool(read("algorithm.filter_groups.enable", False))
-    if whole and filtering:
-        yield (
-            f"{whole} needs the prompts that were planned together in one batch, and algorithm.filter_groups takes "
-            f"some of them out and draws others. Set algorithm.filter_groups.enable=False, or remove the method."
-        )
-    elif filtering and stack.claimed("plan", "select_prompts"):
+    if filtering and "whole_batches" not in stack.needs and stack.claimed("plan", "select_prompts"):
         yield (
             f"{_names(stack, 'plan', 'select_prompts')} plans what is generated, and algorithm.filter_groups would "
             f"replace part of it behind its back. Set algorithm.filter_groups.enable=False, or remove the method."
@@ -466,7 +460,7 @@ def _refused(stack: MethodStack, read: Reader) -> Iterator[str]:
             f"divides by the width of the padded micro-batch. Set actor_rollout_ref.actor.loss_scale_factor, for "
             f"example to {read('data.max_response_length')} (data.max_response_length)."
         )
-    replaying = ", ".join(f"`{m.name}`" for m in stack.methods if m.replays)
+    replaying = ", ".join(f"`{m.name}`" for m in stack.methods if "off_policy" in m.brings)
     model = "reward.reward_model"
     if replaying and read(f"{model}.enable", False) and not read(f"{model}.enable_resource_pool", False):
         yield (
@@ -494,7 +488,7 @@ def _refused(stack: MethodStack, read: Reader) -> Iterator[str]:
 
 def _no_older_weights(stack: MethodStack, read: Reader) -> Iterator[str]:
     """Why log-probs of the weights that generated each token cannot be had, where a method asks for them."""
-    names = ", ".join(f"`{m.name}`" for m in stack.methods if m.generating_logprobs)
+    names = ", ".join(f"`{m.name}`" for m in stack.methods if m.old_policy == "generating")
     if not names:
         return
     why = f"{names} needs log-probs of the weights that generated each token"

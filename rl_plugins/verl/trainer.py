@@ -132,7 +132,9 @@ class MethodsTrainer(host.Trainer):
                 "reward": self.get_reward_handles() or [],
             }
             print(confirm(self.methods, workers), flush=True)
-            if self.methods_mode == "separate_async" and any(m.generating_logprobs for m in self.methods.methods):
+            if self.methods_mode == "separate_async" and any(
+                m.old_policy == "generating" for m in self.methods.methods
+            ):
                 temperature = float(self.config.actor_rollout_ref.rollout.temperature)
                 self._snapshots = Snapshots(self.actor_rollout_wg, Reader(self.config)(MAX_VERSIONS), temperature)
             watch = Watch({f"agent loop {i}": w for i, w in enumerate(agent_loop_manager.agent_loop_workers)})
@@ -392,7 +394,7 @@ class MethodsTrainer(host.Trainer):
         if decided.nothing:
             return batch
         batch = super()._balance_batch(batch, metrics)
-        if any(m.steps_hold_whole_groups for m in self.methods.methods):
+        if "whole_groups" in self.methods.needs:
             self._keep_groups_whole(batch)
         clean_padding(batch, decided.columns)
         return batch

@@ -105,7 +105,7 @@ def test_hints_that_are_only_read() -> None:
     engine = engine_of()
     rows, _ = made(adhint(hint_loss=False), engine, prompt_of(engine))
     assert list(rows[-1].kinds[:7]) == [Kind.OBSERVED] * 7 and Kind.FORCED not in rows[-1].kinds
-    assert adhint().forces_tokens and not adhint(hint_loss=False).forces_tokens
+    assert "forced_tokens" in adhint().brings and "forced_tokens" not in adhint(hint_loss=False).brings
 
 
 def test_noise_is_of_each_rollout_or_of_the_prompt() -> None:

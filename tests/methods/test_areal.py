@@ -231,7 +231,6 @@ def test_a_limit_on_groups_at_once_is_refused_in_verl() -> None:
 def test_options_of_verl(params: dict[str, Any], wanted: dict[str, Any]) -> None:
     eta = params.get("max_staleness", 4)
     assert admission(**params).host_options == {"verl": dict.fromkeys(WARMUP, eta) | wanted}
-    assert dict(ArealAdmission.host_options) == dict(admission().host_options)
     defaults = {WARMUP[0]: 1, WARMUP[1]: 1, THRESHOLD: 8, STRATEGY: "drop"}
     capabilities: dict[str, Any] = dict(
         name="verl",

@@ -578,4 +578,4 @@ def test_parameters_that_are_refused(params: dict[str, Any], message: str) -> No
 
 
 def test_it_forces_tokens_and_acts_in_evaluation() -> None:
-    assert Cleaner.forces_tokens and Cleaner.in_eval == ("rollout",)
+    assert "forced_tokens" in Cleaner.brings and Cleaner.in_eval == ("rollout",)

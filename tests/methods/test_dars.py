@@ -419,7 +419,6 @@ def test_another_method_that_decides_the_number_is_refused() -> None:
 
 
 def test_options_of_the_estimator_follow_the_schedule() -> None:
-    assert Dars().host_options == Dars.host_options
     assert Dars(Dars.Params(use_std=True)).host_options == {
         "trl": {"scale_rewards": "group"},
         "verl": {"algorithm.norm_adv_by_std_in_grpo": True},
@@ -442,7 +441,6 @@ def test_breadth_sets_options_and_nothing_else() -> None:
             "actor_rollout_ref.actor.loss_scale_factor": SameAs("data.max_response_length"),
         },
     }
-    assert DarsBreadth().host_options == DarsBreadth.host_options
     assert list(DARS_B.parts) == ["dars", "dars_breadth"]
     assert build_stack(["dars_b"]).names == ["dars", "dars_breadth"]
 

@@ -247,7 +247,7 @@ def test_mu_version_is_refused_for_older_rows() -> None:
     kept = make_run(keeps_versions=True)
     decision = one_step(start_stack(loss_method(mu="version"), run=kept), stale)
     assert decision.row_columns[COLUMN].tolist() == [1, 1, 1, 1]
-    assert loss_method(mu="version").generating_logprobs and not loss_method().generating_logprobs
+    assert loss_method(mu="version").old_policy == "generating" and loss_method().old_policy == "proximal"
 
 
 # ---- data control

@@ -568,7 +568,7 @@ def test_training_is_the_same_with_the_same_seed() -> None:
 def test_the_bundle() -> None:
     stack = build_stack(["dots_rr"], {"dots": {"embeddings": lambda data: latent(), "references": 8}})
     assert stack.names == ["rollout_replay", "dots", "decoupled_ppo"] and stack.methods[2].params.action == "none"
-    assert any(m.replays for m in stack.methods) and stack.methods[2].corrects_sampling
+    assert any("off_policy" in m.brings for m in stack.methods) and stack.methods[2].corrects_sampling
 
 
 def test_doctor_prints_what_the_references_cost() -> None:

@@ -486,7 +486,7 @@ def test_parameters_out_of_range(name: str, value: Any) -> None:
 
 def test_what_it_asks_of_the_host() -> None:
     stack = build_stack("drpo")
-    assert stack.aggregation == "sum" and stack.methods[0].steps_hold_whole_groups
+    assert stack.aggregation == "sum" and "whole_groups" in stack.needs
     assert stack.needs == {"old_logprobs", "current_logprobs"}
     correction = "vllm_importance_sampling_correction"
     missing = {"before_update": "it needs whole groups in every optimizer step."}

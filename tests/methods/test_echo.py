@@ -493,8 +493,10 @@ def test_a_program_does_not_depend_on_its_neighbors() -> None:
 
 
 def test_what_the_tree_declares() -> None:
-    assert tree(logprob_top_k=7).needs == {"engine:logprobs=7"} and tree().forces_tokens
-    assert not tree(max_branches=1).forces_tokens
+    assert tree(logprob_top_k=7).needs == {"engine:logprobs=7", "several_rollouts"} and tree().brings == {
+        "forced_tokens"
+    }
+    assert not tree(max_branches=1).brings
 
 
 # ---- labels

@@ -631,8 +631,8 @@ def test_the_update_is_that_of_the_host() -> None:
 
 
 def test_what_it_declares() -> None:
-    assert latr().forces_tokens and latr().claims() == ("plan", "rollout") and latr().in_eval == ()
-    assert latr(candidates=3).needs == {"engine:logprobs=3"} and Latr.needs == {"engine:logprobs=2"}
+    assert "forced_tokens" in latr().brings and latr().claims() == ("plan", "rollout") and latr().in_eval == ()
+    assert latr(candidates=3).needs == {"engine:logprobs=3", "several_rollouts"}
 
 
 def test_on_text() -> None:

@@ -168,7 +168,7 @@ def test_the_metrics_of_a_run_tell_its_bias() -> None:
 
     class Plays(Method):
         name = "plays"
-        independent_rollouts = True
+        brings = {"redundancy"}
 
         def rollout(self, prompt: Any) -> Any:
             return (yield from independent(prompt, lambda k: self.one(prompt, 1 + 2 * k)))

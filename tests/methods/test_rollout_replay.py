@@ -206,7 +206,7 @@ def test_half_of_the_batch_is_replayed_and_its_age_is_told() -> None:
 
 def test_a_fresh_share_of_one_is_the_hosts_own_batch() -> None:
     method = replay(fresh_share=1)
-    assert not method.replays and method.needs == frozenset()
+    assert not method.brings and method.needs == frozenset()
     host = Host(method)
     for _ in range(4):
         plan, _, logged = host.batch()

@@ -446,4 +446,4 @@ def test_parameters_out_of_range() -> None:
             scope(**bad)
     with pytest.raises(ConfigError, match="solution"):
         scope(corrector=None, hint="nothing")
-    assert scope().forces_tokens
+    assert "forced_tokens" in scope().brings

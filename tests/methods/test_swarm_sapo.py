@@ -282,7 +282,7 @@ def test_without_external_groups_nothing_changes() -> None:
         assert plan == other
         one, two = with_method.decide(with_method.generate(plan)), plain.decide(plain.generate(other))
         assert torch.equal(one.trained, two.trained) and torch.equal(one.row_advantages, two.row_advantages)
-    assert not with_method.method.forces_tokens and with_method.method.needs == {
+    assert not with_method.method.brings and with_method.method.needs == {
         "text",
         "prompt_index",
         "column:prompt",

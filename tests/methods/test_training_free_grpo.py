@@ -620,7 +620,7 @@ def test_an_asynchronous_language_model() -> None:
 
 
 def test_it_trains_nothing_and_acts_in_evaluation() -> None:
-    assert TrainingFreeGrpo.trains is False and TrainingFreeGrpo.in_eval == ("plan",)
+    assert TrainingFreeGrpo.aggregation == "none" and TrainingFreeGrpo.in_eval == ("plan",)
     assert TrainingFreeGrpo.claims() == ("plan", "observe")
 
 

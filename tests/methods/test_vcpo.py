@@ -564,8 +564,8 @@ def test_parameters_out_of_range(params: dict[str, Any], match: str) -> None:
 
 
 def test_what_it_asks_of_a_run() -> None:
-    assert vcpo().steps_hold_whole_groups and vcpo().min_group_size == 2
-    assert not vcpo(baseline="group").steps_hold_whole_groups and vcpo(baseline="none").min_group_size == 1
+    assert {"whole_groups", "several_rollouts"} <= vcpo().needs
+    assert "whole_groups" not in vcpo(baseline="group").needs and "several_rollouts" not in vcpo(baseline="none").needs
     assert vcpo().needs == {"rollout_logprobs", "current_logprobs", "off_policy"}
     assert vcpo(baseline="group").needs == vcpo().needs
     with pytest.raises(ConfigError, match="`vcpo` and `drpo`|`drpo` and `vcpo`"):

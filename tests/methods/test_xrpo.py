@@ -320,7 +320,7 @@ def test_allocator_refusals() -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             build_params(XrpoAllocate.Params, params, "xrpo_allocate")
-    assert XrpoAllocate.min_group_size == 2
+    assert "several_rollouts" in XrpoAllocate.needs
     with pytest.raises(ConfigError, match="`xrpo_allocate` and `v0_5` both decide how many rollouts"):
         build_stack(["xrpo_allocate", "v0_5"])
 

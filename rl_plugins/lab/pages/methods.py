@@ -13,7 +13,7 @@ from typing import get_args
 
 import rl_plugins
 from rl_plugins.cards.card_file import card_file
-from rl_plugins.cards.catalog import FIDELITY, Card, card_of, entries, needs_of, plugins, preset_text
+from rl_plugins.cards.catalog import FIDELITY, Card, card_of, entries, example_of, needs_of, plugins, preset_text
 from rl_plugins.cards.info import meaning, options_text
 from rl_plugins.cards.problems import PROBLEMS
 from rl_plugins.cards.results import Result, Verdict
@@ -106,7 +106,7 @@ def section(found: type[Method] | Bundle, whole: bool = True) -> str:
 def _details(cls: type[Method]) -> Iterable[str]:
     if needed := needs_of(cls):
         yield "**Needs:** " + "; ".join(needed) + "."
-    if options := options_text(cls.host_options):
+    if options := options_text(example_of(cls).host_options):
         yield "**Host options it sets:**\n\n" + bullets(options)
     if describe_params(cls.Params):
         yield parameter_table(cls.Params)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_plugins import Idle, Method, MethodParams, Plan, Rollouts, Run, Tokens
+from rl_plugins import Idle, Method, Plan, Rollouts, Run, Tokens, from_params
 from rl_plugins.core.requests import Call, Called, Generate, Generated, Program, Prompt, Trajectory
 from rl_plugins.methods.arrol import survivors
 from rl_plugins.methods.arrol.head import Calibrator, features_of, fit, quality, with_prompt
@@ -57,7 +57,7 @@ class Arrol(Method):
 
     name = "arrol"
     fidelity = "reconstruction"
-    brings_columns = ("arrol",)
+    brings = frozenset({"column:arrol"})
     state_version = 2  # the optimizer of the head
     does = "Stops about half of the rollouts early, keeping right and wrong ones in balance"
     problems = ("no_signal", "long_tail")
@@ -69,10 +69,10 @@ class Arrol(Method):
 
     Params = ArrolParams
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        engine = {f"engine:logprobs={self.params.top}"} if self.params.top and self.params.features is None else set()
-        self.needs = frozenset({"column:arrol"} | engine)
+    @from_params
+    def needs(self) -> set[str]:
+        p = self.params
+        return {"column:arrol"} | ({f"engine:logprobs={p.top}"} if p.top and p.features is None else set())
 
     # ---- driver
 

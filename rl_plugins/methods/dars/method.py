@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Idle, Method, MethodParams, Plan, PlanRow, Rollouts, Run, param
+from rl_plugins import ConfigError, Idle, Method, Plan, PlanRow, Rollouts, Run, from_params, param
 from rl_plugins.core.rollouts import GroupSoFar, PerRollout, weighted_reward
 from rl_plugins.kit.prompt_memory import SuccessParams
 from rl_plugins.methods.dars.schedule import Schedule, helping, served
@@ -48,7 +49,6 @@ class Dars(Method):
     problems = ("no_signal", "exploration")
     rounds = True
     decides_rollouts = True
-    host_options = {"trl": {"scale_rewards": "none"}, "verl": {"algorithm.norm_adv_by_std_in_grpo": False}}
     idle = (Idle({"asked": 0}, "no prompt asked for more: all are right half of the time, or `n_max` is `n_first`."),)
 
     @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class Dars(Method):
                     f"`n_max` or lower `n_first`."
                 )
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
+    @from_params
+    def host_options(self) -> dict[str, dict[str, Any]]:
         std = self.params.use_std
-        self.host_options = {
+        return {
             "trl": {"scale_rewards": "group" if std else "none"},
             "verl": {"algorithm.norm_adv_by_std_in_grpo": std},
         }

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Method, MethodError, MethodParams, param
+from rl_plugins import ConfigError, Groups, Method, MethodError, MethodParams, from_params, param
 from rl_plugins.core.rollouts import Plan, PlanRow, PromptPool, Rollouts, Run, Tokens, weighted_reward
 from rl_plugins.methods.dots.files import embeddings_of, load_adapter
 from rl_plugins.methods.dots.predictor import Predictor, draw, selection_logits
@@ -81,8 +81,11 @@ class Dots(Method):
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
-        self.rounds = self.params.reference == "now"
         self._predictor: Predictor | None = None
+
+    @from_params
+    def rounds(self) -> bool:
+        return bool(self.params.reference == "now")
 
     def check(self, run: Run) -> None:
         p = self.params

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Idle, Method, MethodParams, Rollouts, Run, param
+from rl_plugins import ConfigError, Idle, Method, Rollouts, Run, from_params, param
 from rl_plugins.kit.prompt_memory import SuccessParams
 from rl_plugins.kit.services import Failure, NotAsked, Service, failures, prompt_text
 from rl_plugins.methods.fapo.judge import FlawParams, is_flaw
@@ -44,7 +44,6 @@ class Fapo(Method):
     fidelity = "code"
     does = "Lowers the reward of right rollouts if a judge finds a wrong step in them"
     problems = ("weak_reward",)
-    min_group_size = 1
     idle = (
         Idle({"right": 0}, "no rollout counts as right, so nothing is judged. Lower `success_threshold`."),
         Idle({"flawed": 0}, "the judge finds no flaw, so no reward changes. Look at some of its replies."),
@@ -68,11 +67,10 @@ class Fapo(Method):
 
     _judge: Service
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        p = self.params
-        columns = [name for name in (p.prompt_column, p.answer_column) if name]
-        self.needs = frozenset({"text", *(f"column:{name}" for name in columns)})
+    @from_params
+    def needs(self) -> set[str]:
+        columns = (self.params.prompt_column, self.params.answer_column)
+        return {"text", *(f"column:{name}" for name in columns if name)}
 
     def check(self, run: Run) -> None:
         _ = self.params.endpoint

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rl_plugins import ConfigError, Idle, Method, MethodParams, Plan, PlanRow, Rollouts, Run, Tokens
+from rl_plugins import ConfigError, Idle, Method, MethodParams, Plan, PlanRow, Rollouts, Run, Tokens, from_params
 from rl_plugins.kit.services import Failure, NotAsked, Service, failures
 from rl_plugins.methods.fission_grpo.calls import GENERIC, as_calls, leaks, read_calls, simulate
 from rl_plugins.methods.fission_grpo.params import FissionParams
@@ -59,11 +59,14 @@ class FissionGrpo(Method):
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
-        p = self.params
-        columns = (p.prompt_column, p.gold_column, p.tools_column, p.error_column)
-        self.needs = frozenset({"text", "prompt_index", *(f"column:{c}" for c in columns if c)})
         self._service: Service | None = None
         self._dataset: Any = None
+
+    @from_params
+    def needs(self) -> set[str]:
+        p = self.params
+        columns = (p.prompt_column, p.gold_column, p.tools_column, p.error_column)
+        return {"text", "prompt_index", *(f"column:{c}" for c in columns if c)}
 
     def check(self, run: Run) -> None:
         name = self.params.correctness

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rl_plugins import Generate, Idle, Method, MethodParams, Plan, Program, Prompt
+from rl_plugins import Generate, Idle, Method, Plan, Program, Prompt, from_params
 from rl_plugins.core.requests import BranchOrigin
 from rl_plugins.methods.latr.params import LatrParams
 from rl_plugins.methods.latr.tree import grow
@@ -48,17 +48,15 @@ class Latr(Method):
     fidelity = "code"
     does = "Grows a tree of rollouts that branches at uncertain tokens and prunes near copies"
     problems = ("exploration", "no_signal")
-    needs = frozenset({"engine:logprobs=2"})
-    min_group_size = 2
-    forces_tokens = True
+    brings = frozenset({"forced_tokens"})
     idle = (
         Idle({"branches": 1}, "no tree branched: its rollouts are copies of one. Lower `tau_abs` or raise `tau_rel`."),
     )
     Params = LatrParams
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        self.needs = frozenset({f"engine:logprobs={self.params.candidates}"})
+    @from_params
+    def needs(self) -> set[str]:
+        return {"several_rollouts", f"engine:logprobs={self.params.candidates}"}
 
     def plan(self, plan: Plan) -> Plan:
         eta = self.params.eta_at(plan.batch)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, tensor
 
-from rl_plugins import Call, ConfigError, Method, MethodParams, Program, Prompt, Rollouts, Trajectory
+from rl_plugins import Call, ConfigError, Method, MethodParams, Program, Prompt, Rollouts, Trajectory, from_params
 from rl_plugins.core.errors import shown
 from rl_plugins.core.redundancy import independent
 from rl_plugins.core.requests import Called
@@ -50,18 +50,15 @@ class MGrpoRollout(Method):
 
     name = "m_grpo_rollout"
     fidelity = "reconstruction"
-    brings_columns = ("agent", "invalid")
     does = "Makes rollouts of a main agent that delegates, with one row for it and one per call"
     problems = ("agents",)
-    needs = frozenset({"chat_template"})
-    independent_rollouts = True
+    brings = frozenset({"column:agent", "column:invalid", "redundancy"})
     in_eval = ("rollout",)
     Params = MGrpoRolloutParams
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
         p = self.params
-        self.rows_per_rollout = 1 + p.max_calls
         self._contract: Contract | None = None
         if p.contract is not None:
             self._contract = p.contract()
@@ -80,10 +77,16 @@ class MGrpoRollout(Method):
                 retries=p.guard_retries,
                 timeout=p.timeout / 2,
             )
-        if p.invalid_penalty:
-            self.needs = self.needs | {"column:invalid"}
-        if p.guard_facts:
-            self.needs = self.needs | {f"column:{p.guard_facts}"}
+
+    @from_params
+    def needs(self) -> set[str]:
+        p = self.params
+        columns = ("invalid" if p.invalid_penalty else "", p.guard_facts)
+        return {"chat_template", *(f"column:{name}" for name in columns if name)}
+
+    @from_params
+    def rows_per_rollout(self) -> int:
+        return 1 + int(self.params.max_calls)
 
     def rewards(self, rollouts: Rollouts) -> Tensor | None:
         """The reward minus `invalid_penalty` times the share of rejected results."""

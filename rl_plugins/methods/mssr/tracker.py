@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Run, Tokens, param
+from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Run, Tokens, from_params, param
 from rl_plugins.kit.priors import Column
 from rl_plugins.kit.prompt_memory import Counts
 
@@ -57,11 +57,11 @@ class Tracked(Method):
 
     Params = TrackerParams
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        kl = {"tokens", "old_logprobs", "ref_logprobs"} if self.params.rho is None else set()
-        column = {f"column:{self.params.value_column}"} if self.params.value_column else set()
-        self.needs = frozenset({"prompt_index"} | kl | column)
+    @from_params
+    def needs(self) -> set[str]:
+        p = self.params
+        kl = {"tokens", "old_logprobs", "ref_logprobs"} if p.rho is None else set()
+        return {"prompt_index"} | kl | ({f"column:{p.value_column}"} if p.value_column else set())
 
     def start(self, run: Run) -> None:
         self.state = self._initial(self._known(run))

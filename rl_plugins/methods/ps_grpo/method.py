@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams
+from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, from_params
 from rl_plugins.core.errors import shown
 from rl_plugins.core.rollouts import Plan, PromptPool, Rollouts, Run
 from rl_plugins.kit.priors import cell, dataset_of
@@ -71,16 +71,18 @@ class PsGrpo(Method):
     does = "Rewards answers that agree with those to other wordings of the same question"
     problems = ("no_verifier",)
     idle = (Idle({"collapsed": 1.0}, "all sets have the same answer. Raise `gamma`, or add a KL term."),)
-    plans_stay_together = True
     Params = PsGrpoParams
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
-        p = self.params
-        columns = [p.set_column] + [p.answer_column] * (p.answer_column is not None and p.gamma > 0)
-        self.needs = frozenset({"prompt_index", "text", *(f"column:{name}" for name in columns)})
         self._left_out: set[int] = set()
         self._too_large = 0
+
+    @from_params
+    def needs(self) -> set[str]:
+        p = self.params
+        columns = [p.set_column] + [p.answer_column] * (p.answer_column is not None and p.gamma > 0)
+        return {"prompt_index", "text", "whole_batches", *(f"column:{name}" for name in columns)}
 
     # ---- sets
 

@@ -76,7 +76,6 @@ class RewardAudit(Method):
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
         p = self.params
-        self.stops = p.online and p.on_training == "stop"
         self._dataset: Any = None
         self._now: dict[str, str] = {}
         self._inverted: frozenset[int] = frozenset()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins import Groups, Idle, Method, MethodError, MethodParams, param
+from rl_plugins import Groups, Idle, Method, MethodError, MethodParams, from_params, param
 from rl_plugins.core.groups import places
 from rl_plugins.core.params import below
 from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Rollouts, Run, Tokens
@@ -63,8 +63,6 @@ class RolloutReplay(Method):
     fidelity = "paper"
     does = "Generates part of each batch and replays stored groups of earlier batches for the rest"
     problems = ("long_tail", "few_prompts")
-    needs: frozenset[str] | set[str] = {"prompt_index", "tokens", "token_ids", "token_versions", "rollout_logprobs"}
-    replays = True
     idle = (Idle({"replayed": 0}, "no stored group was replayed. Look at `stored`, `unstorable`, `max_staleness`."),)
 
     @dataclass(frozen=True)
@@ -76,11 +74,16 @@ class RolloutReplay(Method):
         )
         start_batch: int = param(2, "first batch with replay, from 0", ge=1, only_if=REPLAYS)
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        if self.params.fresh_share == 1:
-            self.needs, self.replays = frozenset(), False
-        self._group_size = 0
+    _group_size = 0
+
+    @from_params
+    def needs(self) -> set[str]:
+        signals = {"prompt_index", "tokens", "token_ids", "token_versions", "rollout_logprobs"}
+        return signals if "off_policy" in self.brings else set()
+
+    @from_params
+    def brings(self) -> set[str]:
+        return {"off_policy"} if self.params.fresh_share < 1 else set()
 
     def start(self, run: Run) -> None:
         self._group_size = run.group_size

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins import Idle, Method, MethodParams
+from rl_plugins import Idle, Method, from_params
 from rl_plugins.core.requests import Call, Called, Generate, Generated, Program, Prompt, Score, Trajectory, together
 from rl_plugins.kit.agents import play
 from rl_plugins.kit.services import fill, prompt_text, with_task
@@ -68,11 +68,11 @@ class RtvPdr(Method):
     idle = (Idle({"refined": 0}, "no prompt was hard enough for another wave. Raise `hard_below`."),)
     Params = RtvPdrParams
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
+    @from_params
+    def needs(self) -> set[str]:
         p = self.params
-        if p.environment or p.waves > 1 or p.summarizer is None or p.judge is None:
-            self.needs = frozenset({"chat_template"})
+        writes = p.environment or p.waves > 1 or p.summarizer is None or p.judge is None
+        return {"chat_template"} if writes else set()
 
     def rollout(self, prompt: Prompt) -> Program:
         p = self.params

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Idle, Method, MethodParams, ppo_clip
+from rl_plugins import ConfigError, Idle, Method, MethodParams, from_params, ppo_clip
 from rl_plugins.core.losses import Live
 from rl_plugins.core.requests import Call, Called, Generate, Generated, Program, Prompt, Score, Scored, Trajectory
 from rl_plugins.core.rollouts import Rollouts, Shape, Terms, Tokens
@@ -59,10 +59,9 @@ class Scope(Method):
 
     name = "scope"
     fidelity = "reconstruction"
-    brings_columns = ("scope",)
+    brings = frozenset({"column:scope", "forced_tokens"})
     does = "Corrects a failed rollout from its first wrong reasoning step on"
     problems = ("no_signal", "exploration")
-    forces_tokens = True
     idle = (
         Idle({"eligible": 0}, "no group had wrong and too few right rollouts. Look at `min_correct`."),
         Idle({"corrected": 0}, "no correction was right. Look at `located`, `verified`, `threshold`, `corrector`."),
@@ -76,8 +75,11 @@ class Scope(Method):
                 "Method `scope` needs `prm`, a function (messages, steps, columns) -> one score per reasoning step: a "
                 'process reward model. Give it as "module:attribute" or as the object itself.'
             )
+
+    @from_params
+    def needs(self) -> set[str]:
         solution = set() if self.params.corrector else {"chat_template", f"column:{self.params.solution_column}"}
-        self.needs = frozenset({"tokens", "column:scope"} | solution)
+        return {"tokens", "column:scope"} | solution
 
     # ---- generation
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Idle, Method, MethodParams
+from rl_plugins import ConfigError, Idle, Method, MethodParams, from_params
 from rl_plugins.core.requests import Chat
 from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Rollouts, Run, Shape, Tokens
 from rl_plugins.kit.services import media_of
@@ -97,11 +97,6 @@ class SwarmSapo(Method):
                 f"Method `{self.name}` needs `{missing}`. Give the place where nodes exchange packages and the name of "
                 f"this one: method_params.{self.name}: {{exchange: /shared/swarm, node: node_1}}."
             )
-        self.needs = frozenset({"text", "prompt_index", f"column:{p.prompt_column}"})
-        if p.external_weight != 1:
-            self.needs = self.needs | {"tokens"}
-        self.forces_tokens = p.external_groups > 0
-        self.min_group_size = 2 if p.external_groups else 1
         self._spare = 0
         self._group_size = 0
         self._longest = 0
@@ -110,6 +105,16 @@ class SwarmSapo(Method):
         self._schema: Schema | None = None
         self._mail: Mailbox | None = None
         self._told: set[str] = set()
+
+    @from_params
+    def needs(self) -> set[str]:
+        p, needs = self.params, {"text", "prompt_index", f"column:{self.params.prompt_column}"}
+        needs |= {"tokens"} if p.external_weight != 1 else set()
+        return needs | ({"several_rollouts"} if p.external_groups else set())
+
+    @from_params
+    def brings(self) -> set[str]:
+        return {"forced_tokens"} if self.params.external_groups else set()
 
     def check(self, run: Run) -> None:
         p = self.params

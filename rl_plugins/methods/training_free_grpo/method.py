@@ -7,7 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, Plan, PlanRow, Rollouts, Run, Tokens
+from rl_plugins import (
+    ConfigError,
+    Idle,
+    Method,
+    MethodError,
+    Plan,
+    PlanRow,
+    Rollouts,
+    Run,
+    Tokens,
+    from_params,
+)
 from rl_plugins.kit.services import ChatEndpoint, fill, prompt_text, with_task
 from rl_plugins.methods.training_free_grpo import library
 from rl_plugins.methods.training_free_grpo.advisor import HIDDEN, Advisor, Attempt
@@ -50,18 +61,16 @@ class TrainingFreeGrpo(Method):
     fidelity = "code"
     does = "Lets a language model compare rollouts and write experiences into the prompt; no weights change"
     problems = ("few_prompts", "forgetting")
-    needs = frozenset({"text", "column:prompt"})
     in_eval = ("plan",)
-    trains = False
+    aggregation = "none"
     idle = (Idle({"operations": 0}, "the library did not change. Look at `mixed`, `reward_low` and `reward_high`."),)
     Params = TrainingFreeParams
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
+    @from_params
+    def needs(self) -> set[str]:
         p = self.params
-        self.min_group_size = 2 if p.learn else 1
-        columns = [p.prompt_column, *([p.answer_column] if p.answer_column else [])]
-        self.needs = frozenset({"text", *(f"column:{name}" for name in columns)})
+        columns = {f"column:{name}" for name in (p.prompt_column, p.answer_column) if name}
+        return {"text"} | columns | ({"several_rollouts"} if p.learn else set())
 
     def check(self, run: Run) -> None:
         p = self.params

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_plugins import Call, Method, MethodParams, Program, Prompt, Trajectory
+from rl_plugins import Call, Method, Program, Prompt, Trajectory
 from rl_plugins.core.rollouts import Plan, Rollouts, Run, Shape, Tokens
 from rl_plugins.kit.agents import Episode, Opened, episodes, finish, go_on, turn
 from rl_plugins.methods.turn_control.params import TurnControlParams
@@ -61,19 +61,13 @@ class TurnControl(Method):
     fidelity = "abstract"
     does = "Limits an agent's turns, tells it how many are left, and extends unfinished rollouts"
     problems = ("agents", "length")
-    needs: frozenset[str] | set[str] = frozenset({"chat_template"})
-    brings_columns = ("turns", "stop_reason", "extended")
-    independent_rollouts = True
+    needs = frozenset({"chat_template", "column:turns", "column:stop_reason", "column:extended"})
+    brings = frozenset({"column:turns", "column:stop_reason", "column:extended", "redundancy"})
     in_eval = ("plan", "rollout")
     state_version = 2  # the last limit of an episode
     Params = TurnControlParams
 
     # ---- the driver: limits
-
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        # the program below writes these columns; no dataset has to
-        self.needs = self.needs | {"column:turns", "column:stop_reason", "column:extended"}
 
     def start(self, run: Run) -> None:
         if self.params.how != "off":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins import Groups, Method, MethodError, MethodParams, Rollouts
+from rl_plugins import Groups, Method, MethodError, Rollouts, from_params
 from rl_plugins.kit.agents.turns import joint, normalized
 from rl_plugins.methods.ui_s1.params import UiS1Params
 
@@ -56,9 +56,9 @@ class UiS1(Method):
     advantages_per = "turn"
     Params = UiS1Params
 
-    def __init__(self, params: MethodParams | None = None) -> None:
-        super().__init__(params)
-        self.rows_per_rollout = self.params.rows_per_rollout
+    @from_params
+    def rows_per_rollout(self) -> int:
+        return int(self.params.rows_per_rollout)
 
     def select(self, rollouts: Rollouts) -> Tensor:
         """Tasks whose rollouts differ too little leave."""

@@ -79,7 +79,7 @@ class Trace(Watcher):
     does = "Writes rollouts, rewards, advantages and every decision to Parquet files"
     Params = TraceParams
     keeps_batch_size = True
-    brings_columns = (ORIGIN,)
+    brings = frozenset({f"column:{ORIGIN}"})
 
     def __init__(self, params: TraceParams, folder: str = "") -> None:
         super().__init__(params)

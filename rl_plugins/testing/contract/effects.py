@@ -73,7 +73,7 @@ class Trial(Kit):
     def build(self) -> Method:
         method = self.cls(self.given)
         self.needs, self.rows_per_rollout = frozenset(method.needs), method.rows_per_rollout
-        self.forces_tokens = method.forces_tokens
+        self.forces_tokens = "forced_tokens" in method.brings
         return method
 
     def tokens(self, rollouts: Rollouts, **changes: Any) -> Tokens:
@@ -84,7 +84,7 @@ class Trial(Kit):
     def class_attributes(self) -> Any:
         """What it asks of the run."""
         method = self.build()
-        names = ("needs", "host_options", "rows_per_rollout", "forces_tokens", "in_eval", "aggregation", "trains")
+        names = ("needs", "brings", "host_options", "rows_per_rollout", "in_eval", "aggregation")
         return {name: getattr(method, name) for name in names}
 
     @cached_property

@@ -48,7 +48,7 @@ def check_programs(kit: Kit) -> bool:
             kit.fail("the same prompts and the same engine give other rows; random numbers come from `prompt.rng`.")
         _check_groups(kit, made)
         _check_decisions(kit, made)
-    if kit.cls.independent_rollouts:
+    if "redundancy" in kit.build().brings:
         with kit.at("redundant rollouts"):
             _check_redundancy(kit)
     return True
@@ -202,7 +202,7 @@ def _check_redundancy(kit: Kit) -> None:
         note = row.meta.get(NOTE, {})
         if note.get("closed", 0) + note.get("failed", 0) < 2:
             kit.fail(
-                "it says `independent_rollouts = True`, and of 2 redundant rollouts of a prompt its rows tell nothing; "
+                'it says `brings = {"redundancy"}`, and of 2 redundant rollouts of a prompt its rows tell nothing; '
                 "make its rollouts with `rl_plugins.core.redundancy.independent`."
             )
 
@@ -218,10 +218,10 @@ def _check_row(kit: Kit, made: _Made, row: Trajectory) -> None:
     engine, prompt, chat = made.engine, made.prompt_of(row), made.engine.chat
     asked = {engine.temperature if r.temperature is None else r.temperature for r in engine.requests} - {0}
     for i, (token, kind) in enumerate(zip(row.tokens, row.kinds, strict=True)):
-        if kind == Kind.FORCED and i >= len(prompt.prefix) and not made.method.forces_tokens:
+        if kind == Kind.FORCED and i >= len(prompt.prefix) and "forced_tokens" not in made.method.brings:
             kit.fail(
                 "a row has tokens that were put in the policy's place (`force`, the argmax, another context); say so: "
-                "`forces_tokens = True`."
+                '`brings = {"forced_tokens"}`.'
             )
         if kind != Kind.SAMPLED:
             continue

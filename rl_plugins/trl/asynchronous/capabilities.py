@@ -149,12 +149,6 @@ def _problems(stack: MethodStack, given: KnownAsync) -> list[str]:
         for m in stack.methods
         if m.rounds
     ]
-    problems += [
-        f"`{m.name}` needs the prompts that were planned together in one batch, and TRL's asynchronous trainer takes "
-        f"groups one by one out of a queue, so they may be trained in different steps. Use rl_plugins.trl.GRPOTrainer."
-        for m in stack.methods
-        if m.plans_stay_together
-    ]
     if not stack.claims["policy_loss"]:
         problems += [
             f"`{m.name}` holds the weight of the policy that sampled, and so does the ratio in the loss of TRL's "
@@ -203,6 +197,8 @@ def _missing_signals(given: KnownAsync) -> dict[str, str]:
         "redundancy": "the rollout worker of TRL's asynchronous trainer waits for all rollouts of a prompt.",
         "turns": "samples in the queue of TRL's asynchronous trainer do not tell turns.",
         "ref_logprobs": "TRL's asynchronous trainer has no reference model.",
+        "whole_batches": "TRL's asynchronous trainer takes groups one by one out of a queue, so they may be trained in "
+        "different steps. Use rl_plugins.trl.GRPOTrainer.",
         "entropies": before,
         "sum_squared_probs": before,
     }

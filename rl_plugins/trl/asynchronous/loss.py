@@ -102,7 +102,7 @@ class Flat:
             names = [k for k in inputs if k.startswith(kind) and k.removeprefix(ROW) not in OF_SAMPLES]
             columns |= {k.removeprefix(kind): self.rows(k).to(logprobs)[:, None] for k in names}
         step = {k: inputs[STEP + k][0] for k in ("num_tokens", "num_rows", "current_version", "steps_since_published")}
-        proximal = any(m.proximal_old_logprobs for m in trainer.methods.methods)
+        proximal = any(m.old_policy != "host" for m in trainer.methods.methods)
         of_tokens = columns.pop(VERSIONS, None)
         versions = self.rows(ROW + VERSION)[:, None].expand(self.shape) if of_tokens is None else of_tokens
         return Terms(

@@ -49,15 +49,15 @@ def masked_capabilities(capabilities: HostCapabilities, stack: MethodStack, args
 def problems_of(stack: MethodStack) -> list[str]:
     """Methods that give tokens to the policy or generate more than once."""
     why = {
-        "rounds": "generates in rounds, and the order in which tokens were unmasked does not travel between them yet",
-        "replays": "gives completions of an older policy without the order in which their tokens were unmasked",
-        "forces_tokens": "puts tokens into answers without the order in which they were unmasked",
+        "off_policy": "gives completions of an older policy without the order in which their tokens were unmasked",
+        "forced_tokens": "puts tokens into answers without the order in which they were unmasked",
     }
+    rounds = "generates in rounds, and the order in which tokens were unmasked does not travel between them yet"
+    found = [(m.name, rounds) for m in stack.methods if m.rounds]
+    found += [(m.name, text) for m in stack.methods for brought, text in why.items() if brought in m.brings]
     return [
-        f"`{m.name}` {text}, so no state of a masked diffusion model can be rebuilt. Remove the method."
-        for m in stack.methods
-        for name, text in why.items()
-        if getattr(m, name)
+        f"`{name}` {text}, so no state of a masked diffusion model can be rebuilt. Remove the method."
+        for name, text in found
     ]
 
 

@@ -108,7 +108,7 @@ class Splits(Probe):
 
 class Gives(Probe):
     name = "gives"
-    replays = True
+    brings = {"off_policy"}
 
     def plan(self, plan):
         return plan.replace(rows=tuple(r.replace(given=(Completion((1,)),)) for r in plan.rows))
@@ -140,7 +140,7 @@ class Waits(Probe):
 
 class Whole(Probe):
     name = "whole"
-    steps_hold_whole_groups = True
+    needs = {"whole_groups"}
 
     def before_update(self, rows):
         return None
@@ -161,7 +161,7 @@ class Forks(Probe):
     name = "forks"
     hosts = ("diffusion",)
     needs = frozenset({"column:nodes", "tokens"})
-    brings_columns = ("nodes",)
+    brings = {"column:nodes"}
 
     def rollout(self, prompt):
         half = prompt.steps // 2

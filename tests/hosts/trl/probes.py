@@ -42,7 +42,7 @@ class Together(Noop):
     """Needs whole batches."""
 
     name = "together"
-    plans_stay_together = True
+    needs = {"whole_batches"}
 
 
 class Filter(Probe):
@@ -173,7 +173,7 @@ class Forcing(Probe):
     """Trains tokens that were not sampled."""
 
     name = "forcing"
-    forces_tokens = True
+    brings = {"forced_tokens"}
 
     def observe(self, rollouts, tokens, stats):
         pass
@@ -357,9 +357,8 @@ class Softmax(Probe):
     """A group-level objective (as in DRPO): softmax over the negatives of a group, coefficients at current weights."""
 
     name = "softmax"
-    needs = frozenset({"old_logprobs", "current_logprobs"})
+    needs = frozenset({"old_logprobs", "current_logprobs", "whole_groups"})
     aggregation = "sum"
-    steps_hold_whole_groups = True
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -553,7 +552,7 @@ class Stored(Probe):
 
     name = "stored"
     needs = {"tokens", "token_ids", "token_versions", "rollout_logprobs"}
-    replays = True
+    brings = {"off_policy"}
     seen: list = []
     updates: list = []
     losses: list = []

@@ -155,7 +155,7 @@ class Idle(Probe):
     """Makes no optimizer step."""
 
     name = "idle"
-    trains = False
+    aggregation = "none"
 
     def observe(self, rollouts, tokens, stats):
         self.log("seen", len(rollouts), "sum")

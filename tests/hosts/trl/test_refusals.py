@@ -187,7 +187,7 @@ def test_signals_options_and_hooks(tmp_path):
         "`rollart_redundancy` needs rollouts that begin beyond.*: without a rollout program TRL generates all rollouts"
     )
     refused(tmp_path, f"{waits}.*turn_control", ["rollart_redundancy"])
-    tree = "`latr` makes the rollouts and does not say that each is alone.*set `independent_rollouts = True`"
+    tree = '`latr` makes the rollouts and does not say that each is alone.*set `brings = {"redundancy"}`'
     refused(tmp_path, tree, ["latr", "rollart_redundancy"])
     grid = {"turn_control": {"environment": Calculator}}
     bundle = "TRL's GRPOTrainer does not generate while it trains"

@@ -88,7 +88,7 @@ class Aged(probes.Probe):
     """The first two groups are stored rollouts of mixed versions, with log-probs of policies that are far away."""
 
     name = "aged"
-    replays = True
+    brings = {"off_policy"}
 
     def plan(self, plan):
         rng = random.Random(3)

@@ -591,7 +591,7 @@ PROGRAM = [
 
 class Rolls(probes.Probe):
     name = "rolls"
-    forces_tokens = True
+    brings = {"forced_tokens"}
     rows_per_rollout = 2
     needs = frozenset({"engine:logprobs=2", "turns", "column:mine"})
     in_eval = ("rollout", "plan")

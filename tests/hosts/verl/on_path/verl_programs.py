@@ -53,7 +53,6 @@ def reward(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
 
 
 class Program(probes.Probe):
-    forces_tokens = False
     in_eval = ("rollout",)
 
 
@@ -106,7 +105,7 @@ class Grafting(Program):
     a group apart, rows without a token and without a trained one, and fewer rollouts than were asked for."""
 
     name = "grafting"
-    forces_tokens = True
+    brings = {"forced_tokens"}
     needs = frozenset({"tokens", "engine:logprobs=3", "old_logprobs"})
 
     def plan(self, plan):
@@ -143,7 +142,7 @@ class Idle(Program):
     """Makes no optimizer step."""
 
     name = "idle"
-    trains = False
+    aggregation = "none"
 
     def rollout(self, prompt):
         made = yield Generate(prompt.start(), n=prompt.n, max_tokens=4)
@@ -194,7 +193,7 @@ class Spared(Program):
     """Plays the ladder with rollouts that may be closed."""
 
     name = "spared"
-    independent_rollouts = True
+    brings = {"redundancy"}
     needs = frozenset({"tokens", "column:score", "column:error"})
 
     def rollout(self, prompt):
@@ -212,7 +211,7 @@ class Routed(Program):
     """Two turns of four tokens; the prompt of the second holds the first."""
 
     name = "routed"
-    independent_rollouts = True
+    brings = {"redundancy"}
 
     def rollout(self, prompt):
         def one(k):
