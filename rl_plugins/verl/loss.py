@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from torch import Tensor
 from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.rollouts import Rows, Terms
 from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.ranks import dumps
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.update import SKIPPED, before_update, masked_sum, regularizer, surrogate
 from rl_plugins.verl.compat import passes_extra_fields
@@ -352,8 +354,8 @@ def _current_logprobs(engine: TrainingEngine, data: Columns) -> Tensor:
 def _gather(value: T, group: Any) -> list[T]:
     """What every rank gives, in rank order."""
     parts: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(parts, value, group=group)
-    return parts
+    torch.distributed.all_gather_object(parts, dumps(value), group=group)
+    return [pickle.loads(p) for p in parts]
 
 
 def _correct_metrics(metrics: dict[str, Any], value: Tensor) -> None:

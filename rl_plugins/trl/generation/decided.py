@@ -76,7 +76,7 @@ def local_decisions(decision: Decision, rows_per_rank: Sequence[int], batch_rows
             return torch.nn.functional.pad(x[mine], (0, size - (mine.stop - mine.start)), value=fill)
 
         def of_tokens(x: Tensor | None, here: slice = here) -> Tensor | None:
-            return None if x is None else x[here].clone()  # a view would travel with all the others
+            return None if x is None else x[here]
 
         out.append(
             LocalDecision(

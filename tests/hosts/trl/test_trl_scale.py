@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from operations import allocated, exponent, instructions
 
 from rl_plugins.commands.doctor import dry_run
 from rl_plugins.core.requests import Generated, Trajectory
+from rl_plugins.runtime.ranks import dumps
 from rl_plugins.trl.generation.work import ProgramRow
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
@@ -32,7 +32,7 @@ def travelled(names: list[str], rows: int, tokens: int, ranks: int) -> tuple[int
     parts = [batch.part(k) for k in range(ranks)]
     decision = batch.decided(batch.joined(parts))
     back = batch.split(decision)
-    return sum(len(pickle.dumps(p)) for p in parts), sum(len(pickle.dumps(p)) for p in back)
+    return sum(len(dumps(p)) for p in parts), sum(len(dumps(p)) for p in back)
 
 
 @pytest.mark.parametrize("name", ["gdpo", "vade", "mc_grpo"])
