@@ -12,6 +12,7 @@ from rl_plugins import (
     ConfigError,
     Groups,
     Idle,
+    Method,
     MethodParams,
     Plan,
     PlanRow,
@@ -24,12 +25,12 @@ from rl_plugins import (
 )
 from rl_plugins.core.params import above
 from rl_plugins.methods.rollout_replay.buffer import Buffer
-from rl_plugins.methods.rollout_replay.method import RolloutReplay
+from rl_plugins.methods.rollout_replay.groups import NEEDS, Sampled, check_prompts, drawn, pace, planned
 
 REUSES = {"reuse_ratio": above(0)}
 
 
-class DoraReuse(RolloutReplay):
+class DoraReuse(Method):
     """Generates more groups than a batch trains, keeps the surplus with a signal, and trains it in a later batch.
 
     Per batch of B groups, with F = B - (reused groups):
@@ -72,7 +73,7 @@ class DoraReuse(RolloutReplay):
 
     @from_params
     def needs(self) -> set[str]:
-        return {"several_rollouts"} | (super().needs if self.params.reuse_ratio else {"prompt_index"})
+        return {"several_rollouts"} | (NEEDS if self.params.reuse_ratio else {"prompt_index"})
 
     @from_params
     def brings(self) -> set[str]:
@@ -89,6 +90,9 @@ class DoraReuse(RolloutReplay):
                 "of its own. Use a synchronous mode, or verl's own algorithm.filter_groups without this method."
             )
 
+    def start(self, run: Run) -> None:
+        self._group_size = run.group_size
+
     def plan(self, plan: Plan) -> Plan | None:
         """Rows that are made spare leave room: for the reused groups, and for further prompts, with which the runtime
         fills the plan. It asks again for these, and stops where nothing more is trained."""
@@ -98,11 +102,7 @@ class DoraReuse(RolloutReplay):
         if plan.first:
             total, free = max(1, plan.budget // plan.group_size), max(row.group for row in rows) + 1
             self.state = {**self.state, "total": total}
-            if "groups" in self.state:
-                stored = Buffer.of_state(self.state["groups"])
-                room = int(p.reuse_ratio * total + 1e-6) * plan.group_size
-                chosen = self._drawn(stored, plan.group_size, room)
-                reused = [self._planned(stored, i, free + k) for k, i in enumerate(chosen)]
+            reused = [row.replace(group=free + k) for k, row in enumerate(self._drawn(plan, total))]
             self._spare = len(reused) + int(p.spare_share * total + 1e-6)
         spare = min(self._spare, len(rows) - (not reused))
         self._spare -= spare
@@ -110,17 +110,19 @@ class DoraReuse(RolloutReplay):
             rows[i] = rows[i].replace(n=0, spare=rows[i].n + rows[i].spare)
         return plan.replace(rows=(*rows, *reused))
 
-    def _drawn(self, stored: Buffer, size: int, room: int) -> list[int]:
-        """Stored groups of this size that are young enough, of at most so many rows together."""
-        young = self._next() - stored.version <= self.params.max_staleness
-        places = ((stored.rollouts == size) & young).nonzero()[:, 0]
-        order = torch.from_numpy(self.rng("reuse").permutation(len(places)))
-        chosen: list[int] = places[order][: room // size].tolist()
-        return chosen
+    def _drawn(self, plan: Plan, total: int) -> list[PlanRow]:
+        """Stored groups that are young enough, at most their share of the batch's groups."""
+        if "groups" not in self.state:
+            return []
+        stored, state = Buffer.of_state(self.state["groups"]), self.state
+        young = state["now"] + state["pace"] - stored.version <= self.params.max_staleness
+        most = int(self.params.reuse_ratio * total + 1e-6)
+        chosen = drawn((stored.rollouts == plan.group_size) & young, most, self.rng("reuse"))
+        return [planned(stored, i, 0, state["names"]).marked(self.name, (int(stored.question[i]), i)) for i in chosen]
 
     def select(self, rollouts: Rollouts) -> Tensor:
         """Drops made groups without a signal."""
-        super().select(rollouts)  # the prompts of reused groups
+        check_prompts(rollouts, self.name)
         groups = rollouts.groups
         signal = groups.max(rollouts.reward) > groups.min(rollouts.reward)  # False without rewards
         return groups.rows(signal) | self._reused(rollouts)
@@ -141,36 +143,30 @@ class DoraReuse(RolloutReplay):
         self.log("reused", count(reused))
         self.log("trained", count(trained & rollouts.kept))
         self.log("no_signal", rollouts.groups.count - count(rollouts.kept))  # a group may have lost some rows only
-        made = Buffer.empty(rollouts.rewards.shape[1])
-        scored = rollouts.groups.max(torch.isnan(rollouts.reward).double()) == 0
-        usable = surplus & rollouts.groups.rows(scored)
-        if p.reuse_ratio and bool(usable.any()):
-            made, _ = self._made(rollouts, tokens, usable)
+        made = self._stored(rollouts, tokens, surplus) if p.reuse_ratio else Buffer.empty(0)
         self.log("stored", len(made))
         self.log("dropped", count(surplus) - len(made))
         if not p.reuse_ratio:
             return
         before = Buffer.of_state(self.state["groups"]) if "groups" in self.state else made.keep(made.prompt < -1)
-        marks = [m for m in rollouts.marks(self.name) if m is not None]
-        taken = torch.tensor(sorted({m[2] for m in marks}), dtype=torch.int64)  # places in the buffer of the plan
         left = torch.ones(len(before), dtype=torch.bool)
-        left[taken] = False
+        left[[place for _, place in filter(None, rollouts.marks(self.name))]] = False
         stored = before.keep(left).add(made)
-        pace = max(0, now - self.state.get("now", now - 1)) or self.state.get("pace", 0)
-        young = stored.keep(now + pace - stored.version <= p.max_staleness)
+        clock = {"now": now, "pace": pace(self.state, now)}
+        young = stored.keep(now + clock["pace"] - stored.version <= p.max_staleness)
         newest = young.keep(torch.arange(len(young)) >= len(young) - p.buffer_groups)
         self.log("expired", len(stored) - len(newest))
         stored = newest.compact()
         self.log("buffer", len(stored))
-        names = list(rollouts.reward_names)
-        self.state = {**self.state, "groups": stored.state(), "names": names, "now": now, "pace": pace}
+        self.state = {**self.state, "groups": stored.state(), "names": list(rollouts.reward_names), **clock}
 
-    def _log_made(self, storable: Tensor, stored: Tensor) -> None:
-        """Here groups are counted by what became of them."""
-
-    def _planned(self, stored: Buffer, group: int, number: int) -> PlanRow:
-        row = super()._planned(stored, group, number)
-        return row.marked(self.name, (*row.mark(self.name), group))
+    def _stored(self, rollouts: Rollouts, tokens: Tokens, surplus: Tensor) -> Buffer:
+        """The groups of the surplus that can be stored and have a reward for every rollout."""
+        scored = rollouts.groups.max(torch.isnan(rollouts.reward).double()) == 0
+        usable, sampled = surplus & rollouts.groups.rows(scored), Sampled.of(rollouts, tokens)
+        groups = Groups(rollouts.group[usable])
+        usable[usable.clone()] = groups.rows(sampled.storable(usable, self._group_size, self.warn))
+        return sampled.packed(usable)
 
     def _reused(self, rollouts: Rollouts) -> Tensor:
         """(rows,) bool: the group comes from the buffer."""
