@@ -255,7 +255,9 @@ class Nearest(ContextPrior):
             grams = [text[i : i + n] for n in NGRAMS for i in range(len(text) - n + 1)]
             buckets = torch.tensor([zlib.crc32(gram) % FEATURES for gram in grams])
             counts = torch.bincount(buckets, minlength=FEATURES).double()
-            self._features[prompt] = torch.cat([counts / counts.norm(), torch.tensor([math.log(len(text))])])
+            self._features[prompt] = torch.cat(
+                [counts / counts.norm(), torch.tensor([math.log(len(text))], dtype=torch.float64)]
+            )
         return self._features[prompt]
 
 

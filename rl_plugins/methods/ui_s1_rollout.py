@@ -22,6 +22,7 @@ from rl_plugins import (
 )
 from rl_plugins.core.redundancy import independent
 from rl_plugins.core.requests import Called
+from rl_plugins.kit.prompts import as_messages, as_text
 from rl_plugins.methods.ui_s1.episode import ExpertStep, SemiOnlineEpisode
 
 Function = Callable[..., Any] | None
@@ -108,13 +109,12 @@ class UiS1Rollout(Method):
         return [row.noted(progress=episode.progress) for row in rows]
 
     def _messages(self, prompt: Prompt, history: list[tuple[Any, Any]], observation: Any) -> list[dict[str, Any]]:
-        given = prompt.messages
-        begun = [{"role": "user", "content": given}] if isinstance(given, str) else [dict(m) for m in given]
+        begun = as_messages(prompt.messages)
         if self.params.write is not None:
             return list(self.params.write(begun, history, observation))
         for seen, response in history:
-            begun += [{"role": "user", "content": str(seen)}, {"role": "assistant", "content": str(response)}]
-        return [*begun, {"role": "user", "content": str(observation)}]
+            begun += [{"role": "user", "content": as_text(seen)}, {"role": "assistant", "content": as_text(response)}]
+        return [*begun, {"role": "user", "content": as_text(observation)}]
 
 
 def recorded_turns(columns: Mapping[str, Any], column: str, most: int) -> list[ExpertStep]:
@@ -139,7 +139,7 @@ def recorded_turns(columns: Mapping[str, Any], column: str, most: int) -> list[E
 
 def same_text(response: str, expert: Any, columns: Mapping[str, Any]) -> tuple[bool, float]:
     """Whether the response is the expert's, white space at its ends aside; reward 1 or 0."""
-    matched = response.strip() == str(expert).strip()
+    matched = response.strip() == as_text(expert).strip()
     return matched, float(matched)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from rl_plugins.core.method import Method
 from rl_plugins.core.requests import Generate, Generated, Prompt, Scored, Trajectory
+from rl_plugins.kit.prompts import as_text
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.programs import Running, run
 from rl_plugins.runtime.stack import MethodStack
@@ -44,7 +45,8 @@ class CharChat:
         return "".join(chr(t) if t else EOS * special for t in tokens)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        parts = [f"{m['content']}{EOS}" if m["role"] == "assistant" else f"<{m['content']}>" for m in messages]
+        said = [as_text(m["content"]) for m in messages]
+        parts = [f"{s}{EOS}" if m["role"] == "assistant" else f"<{s}>" for s, m in zip(said, messages, strict=True)]
         return self.encode("".join(parts))
 
     def reply(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:

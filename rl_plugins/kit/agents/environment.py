@@ -13,6 +13,7 @@ from typing import Any, Protocol, get_type_hints, runtime_checkable
 
 from rl_plugins.core.errors import ConfigError, shown
 from rl_plugins.kit.prompts import as_text
+from rl_plugins.kit.services import number
 
 ENDED = "The episode has ended."
 
@@ -136,6 +137,14 @@ def observed(environment: Any, method: str, answer: Any) -> Observation:
             f"where there is none."
         ) from None
     return replace(answer, text=as_text(answer.text), reward=reward)
+
+
+def scored(answer: Any) -> tuple[float, str]:
+    """The score an environment answered, NaN where it has none, and what is wrong with it, empty if nothing is."""
+    try:
+        return (math.nan if answer is None else number(allow_nan=True)(answer)), ""
+    except ValueError as e:
+        return math.nan, str(e)
 
 
 @dataclass(frozen=True)

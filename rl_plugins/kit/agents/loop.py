@@ -29,9 +29,16 @@ from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.params import MethodParams, param
 from rl_plugins.core.redundancy import independent
 from rl_plugins.core.requests import Call, Called, Generate, Prompt, Trajectory
-from rl_plugins.kit.agents.environment import Environment, Observation, check_environment, check_methods, observed
+from rl_plugins.kit.agents.environment import (
+    Environment,
+    Observation,
+    check_environment,
+    check_methods,
+    observed,
+    scored,
+)
 from rl_plugins.kit.prompts import appended
-from rl_plugins.kit.services import number, prompt_text
+from rl_plugins.kit.services import prompt_text
 from rl_plugins.kit.threads import answer_of, leave_call
 
 if TYPE_CHECKING:
@@ -168,9 +175,11 @@ def open_episode(
     be had it has stopped, and its trajectory has the rewards NaN."""
     name = getattr(make, "__name__", type(make).__name__)
     called: Called = yield Call(opened.make, (make,), timeout, f"the constructor of the environment {name}")
-    environment, error, start = called.value, called.error, prompt.start()
+    environment, start = called.value, prompt.start()
+    error = called.error and f"the environment {name} cannot be made: {called.error}"
     if not error:
         first, error = yield from _asked(environment, "reset", dict(prompt.columns), timeout)
+        error = error and f"the environment {name} cannot be reset: {error}"
     if error:
         nothing = replace(start, rewards=dict.fromkeys(prompt.reward_names, math.nan))
         return Episode(environment, nothing, Observation("", valid=False), broken=error, stop="error")
@@ -246,8 +255,11 @@ def finish(episode: Episode, timeout: float = 60.0, **meta: Any) -> Subprogram:
     rewards = [turn.reward for turn in episode.trajectory.turns if not math.isnan(turn.reward)]
     value, error = math.nan, episode.broken
     if not error and callable(score):
-        name = f"`score` of the environment {_name(episode.environment)}"
-        value, error = _scored((yield Call(score, (), timeout, name)), name)
+        name = _name(episode.environment)
+        called = yield Call(score, (), timeout, f"`score` of the environment {name}")
+        value, wrong = scored(called.value)
+        error = called.error or wrong
+        error = error and f"the environment {name} cannot be scored: {error}"
     elif not error and rewards:
         value = sum(rewards)
     done = episode.observation.done and not episode.broken
@@ -298,16 +310,6 @@ def _asked(environment: Any, method: str, argument: Any, timeout: float) -> Subp
     except ConfigError as e:
         error = str(e)
     return Observation(error, valid=False), error
-
-
-def _scored(called: Called, name: str) -> tuple[float, str]:
-    """The score, NaN where there is none, and an error."""
-    if called.error or called.value is None:
-        return math.nan, called.error
-    try:
-        return number(allow_nan=True)(called.value), ""
-    except ValueError as e:
-        return math.nan, f"{name} gave no score: {e}"
 
 
 def _name(environment: Any) -> str:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from rl_plugins import ConfigError, Idle, Method, MethodParams, Plan, PlanRow, Rollouts, Run, Tokens, from_params
+from rl_plugins.core.errors import shown
+from rl_plugins.kit.prompts import as_messages, as_text
 from rl_plugins.kit.services import Failure, NotAsked, Service, failures
 from rl_plugins.methods.fission_grpo.calls import GENERIC, as_calls, leaks, read_calls, simulate
 from rl_plugins.methods.fission_grpo.params import FissionParams
@@ -125,48 +128,47 @@ class FissionGrpo(Method):
     # ---- after it
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
-        p = self.params
-        own = self._origins(rollouts)
-        wrong = self._wrong(rollouts)
-        self.log("errors", sum(wrong) / max(len(wrong), 1), weight=len(wrong))
+        """Pushes the errors of the batch."""
+        p, own, wrong = self.params, self._origins(rollouts), self._wrong(rollouts)
         self._report(rollouts, own, wrong)
-        many = self._several(rollouts)
-        if any(many):
-            self.warn(
-                "rollouts of several rows or turns do not become recovery prompts, because their "
-                "last answer is not known."
-            )
-        pool, prompts = list(self.state["pool"]), rollouts.meta[p.prompt_column]
-        known = {entry["error"] for entry in pool}
-        taken: dict[int, int] = {}
-        errors: dict[int, str] = {}
-        dropped = pushed = 0
-        for i, bad in enumerate(wrong):
-            source, depth = own[i]
-            if not bad or many[i] or source < 0 or depth >= p.max_depth or taken.get(source, 0) >= p.max_per_prompt:
-                continue
-            error = _error(prompts[i], self._answer(rollouts, i))
-            if error in known:  # a repeated error does not use up `max_per_prompt`, nor does one that is too long
-                continue
-            known.add(error)
-            if len(_plain(prompts[i])) + len(self._answer(rollouts, i)) > p.max_characters:
-                dropped += 1
-                continue
-            errors[i] = error
-            taken[source] = taken.get(source, 0) + 1
+        errors, dropped = self._new_errors(rollouts, own, wrong)
+        pushed = []
         for (i, error), f in zip(errors.items(), self._messages(rollouts, list(errors)), strict=True):
-            prompt = _extended(prompts[i], self._answer(rollouts, i), p.role, f)
+            prompt = _extended(rollouts.meta[p.prompt_column][i], _answer(rollouts, i), p.role, f)
             if len(_plain(prompt)) > p.max_characters:
                 dropped += 1
                 continue
             source, depth = own[i]
             entry = {"prompt": prompt, "error": error, "source": source, "batch": rollouts.batch, "depth": depth + 1}
-            pool.append(entry)
-            pushed += 1
-        self.state["pool"] = pool[-p.capacity :]
-        self.log("pushed", pushed, "sum")
+            pushed.append(entry)
+        self.state["pool"] = [*self.state["pool"], *pushed][-p.capacity :]
+        self.log("pushed", len(pushed), "sum")
         self.log("dropped", dropped, "sum")
         self.log("pool", len(self.state["pool"]))
+
+    def _new_errors(
+        self, rollouts: Rollouts, own: Sequence[tuple[int, int]], wrong: Sequence[bool]
+    ) -> tuple[dict[int, str], int]:
+        """Row -> digest of each error that is not known yet, at most `max_per_prompt` of a prompt; and how many were
+        too long."""
+        p, prompts, many = self.params, rollouts.meta[self.params.prompt_column], self._several(rollouts)
+        known = {entry["error"] for entry in self.state["pool"]}
+        taken: Counter[int] = Counter()
+        errors, dropped = {}, 0
+        for i in (i for i, bad in enumerate(wrong) if bad and not many[i]):
+            source, depth = own[i]
+            if source < 0 or depth >= p.max_depth or taken[source] >= p.max_per_prompt:
+                continue
+            error = _error(prompts[i], _answer(rollouts, i))
+            if error in known:  # a repeated error does not use up `max_per_prompt`, nor does one that is too long
+                continue
+            known.add(error)
+            if len(_plain(prompts[i])) + len(_answer(rollouts, i)) > p.max_characters:
+                dropped += 1
+                continue
+            errors[i] = error
+            taken[source] += 1
+        return errors, dropped
 
     def _origins(self, rollouts: Rollouts) -> list[tuple[int, int]]:
         """Of each row the dataset row it is about (-1: unknown) and how many recoveries led to it."""
@@ -189,9 +191,15 @@ class FissionGrpo(Method):
         several = rollouts.per_rollout.rows.rows(rollouts.per_rollout.rows.size > 1)
         if rollouts.turns is not None:
             several = several | (torch.bincount(rollouts.turns.row, minlength=len(rollouts)) > 1)
+        if bool(several.any()):
+            self.warn(
+                "rollouts of several rows or turns do not become recovery prompts, because their last answer is not "
+                "known."
+            )
         return several.tolist()
 
     def _report(self, rollouts: Rollouts, own: Sequence[tuple[int, int]], wrong: Sequence[bool]) -> None:
+        self.log("errors", sum(wrong) / max(len(wrong), 1), weight=len(wrong))
         of_recovery = [i for i, (_, depth) in enumerate(own) if depth]
         if of_recovery:
             good = sum(not wrong[i] for i in of_recovery)
@@ -200,10 +208,6 @@ class FissionGrpo(Method):
             if reward:
                 self.log("reward", sum(reward) / len(reward), weight=len(reward))
 
-    def _answer(self, rollouts: Rollouts, i: int) -> str:
-        assert rollouts.text is not None  # in `needs`
-        return rollouts.text[i]
-
     def _messages(self, rollouts: Rollouts, errors: Sequence[int]) -> list[str]:
         """What is said about each of these errors; nothing in it gives the answer away."""
         p = self.params
@@ -211,11 +215,11 @@ class FissionGrpo(Method):
         def column(name: str | None, i: int) -> Any:
             return rollouts.meta[name][i] if name else None
 
-        said: dict[int, Any] = {i: str(text) for i in errors if _said(text := column(p.error_column, i))}
+        said: dict[int, Any] = {i: as_text(text) for i in errors if _said(text := column(p.error_column, i))}
         if self._service is not None:
             facts = ("prompt", p.prompt_column), ("gold", p.gold_column), ("tools", p.tools_column)
             silent = [i for i in errors if i not in said]
-            items = [{"answer": self._answer(rollouts, i)} | {k: column(c, i) for k, c in facts} for i in silent]
+            items = [{"answer": _answer(rollouts, i)} | {k: column(c, i) for k, c in facts} for i in silent]
             answers = self._service.ask(items, strict=False)
             said |= dict(zip(silent, answers, strict=True))
             if bad := failures(answers):
@@ -223,13 +227,13 @@ class FissionGrpo(Method):
         found, leaked, failed = [], 0, 0
         for i in errors:
             gold, tools = as_calls(column(p.gold_column, i)), column(p.tools_column, i)
-            f = said.get(i) or simulate(read_calls(self._answer(rollouts, i)), gold, tools)
+            f = said.get(i) or simulate(read_calls(_answer(rollouts, i)), gold, tools)
             if isinstance(f, Failure):
                 f, failed = GENERIC, failed + (not isinstance(f, NotAsked))
-            known = f"{_plain(rollouts.meta[p.prompt_column][i])} {tools} {self._answer(rollouts, i)}"
+            known = f"{_plain(rollouts.meta[p.prompt_column][i])} {tools} {_answer(rollouts, i)}"
             if gold and leaks(f, gold, known):
                 f, leaked = GENERIC, leaked + 1
-            found.append(f)
+            found.append(as_text(f))
         self.log("leaks", leaked, "sum")
         self.log("failed", failed, "sum")
         return found
@@ -237,25 +241,29 @@ class FissionGrpo(Method):
 
 def _text(value: Any) -> str:
     """The check of a message."""
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{value!r} is no text.")
-    return value
+    if not _said(value):
+        raise ValueError(f"{shown(value)} is no text.")
+    return as_text(value)
 
 
 def _said(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+    return isinstance(value, (str, bytes)) and bool(value.strip())
+
+
+def _answer(rollouts: Rollouts, i: int) -> str:
+    assert rollouts.text is not None  # in `needs`
+    return rollouts.text[i]
 
 
 def _extended(prompt: Any, answer: str, role: str, message: str) -> Any:
     """The prompt with the failed answer and the message appended."""
     if isinstance(prompt, str):
         return f"{prompt}\n{answer}\n{message}\n"
-    before = [{str(k): v for k, v in m.items()} for m in prompt]
-    return [*before, {"role": "assistant", "content": answer}, {"role": role, "content": message}]
+    return [*as_messages(prompt), {"role": "assistant", "content": answer}, {"role": role, "content": message}]
 
 
 def _plain(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else "\n".join(str(m.get("content", "")) for m in prompt)
+    return prompt if isinstance(prompt, str) else "\n".join(as_text(m.get("content")) for m in prompt)
 
 
 def _error(prompt: Any, answer: str) -> str:

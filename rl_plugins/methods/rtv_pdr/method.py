@@ -6,15 +6,17 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins import Idle, Method, from_params
-from rl_plugins.core.requests import Call, Called, Generate, Generated, Program, Prompt, Score, Trajectory, together
+from rl_plugins.core.requests import Call, Generate, Generated, Program, Prompt, Score, Trajectory, together
 from rl_plugins.kit.agents import play
+from rl_plugins.kit.prompts import as_messages, as_text
 from rl_plugins.kit.services import fill, prompt_text, with_task
 from rl_plugins.methods.rtv_pdr import texts
 from rl_plugins.methods.rtv_pdr.params import RtvPdrParams
-from rl_plugins.methods.rtv_pdr.tournament import Group, Vote, orders, parse_vote, rtv_rounds
+from rl_plugins.methods.rtv_pdr.tournament import Group, Vote, orders, preferred, rtv_rounds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,10 +53,11 @@ class RtvPdr(Method):
 
     Special cases: the end of the attempt replaces a summary that fails or is empty. A vote that fails or cannot be read
     does not count; without any valid vote the winner is drawn. The summarizer sees the end of an attempt that is too
-    long. Summaries may take half of the room for an answer.
+    long. Summaries may take half of the room for an answer. An attempt whose environment cannot be made or reset is
+    not compared; where its row is needed it has no tokens and no reward (NaN).
 
     Raises:
-        MethodError: an environment that cannot be reset.
+        ConfigError: a class that is no environment, training without a wave that reads summaries.
 
     Source: arXiv 2604.16529, without code of the authors; N, T, K, G, V as independent readers and an unofficial
     implementation report them (genji970/Scaling-Test-Time-Compute-for-Agentic-Coding-, e4d81a6).
@@ -88,36 +91,47 @@ class RtvPdr(Method):
         pool: list[Trajectory] = []
         said: list[str] = []
         for wave in range(p.waves):
-            made = yield from self._attempts(context, p.attempts)
+            attempts = yield from self._attempts(context, p.attempts)
+            made = _begun(attempts)
+            if not made:
+                continue
             keep = p.final_pool == "all"
             pool, said = [*pool, *made] if keep else made, said if keep else []
             if wave < p.waves - 1 or len(pool) > 1:
-                problem = self._problem(prompt, made) if wave == 0 else problem
+                problem = problem or self._problem(prompt, made)
                 new = yield from self._summaries(prompt, problem, made)
                 said = [*said, *new]
                 if wave < p.waves - 1:
-                    best = yield from self._tournament(prompt, problem, new, p.keep, f"wave {wave}")
-                    context = self._refined(prompt, [new[i] for i in best])
+                    context = yield from self._next(prompt, problem, new, wave)
+        if not pool:
+            return attempts[:1]
         (winner,) = yield from self._tournament(prompt, problem, said or [""], 1, "answer")
         return [pool[winner]]
 
     def _explore(self, prompt: Prompt) -> Part:
         """Rollouts of the prompt with summaries; in `hard` those of the prompt itself where some succeed."""
-        p, context = self.params, prompt
+        p, context, problem = self.params, prompt, ""
         made = yield from self._attempts(prompt, prompt.n if p.training == "hard" else p.attempts)
         if p.training == "hard":
-            scores = yield [Score(t) for t in made]
+            begun = _begun(made)
+            scores = yield [Score(t) for t in begun]
             hard = not any(s.reward > p.hard_below for s in scores)
             self.log("refined", float(hard))
             if not hard:
-                return [t.scored(s) for t, s in zip(made, scores, strict=True)]
-        problem = self._problem(prompt, made)
+                others = [t for t in made if t.rewards is not None]
+                return [*(t.scored(s) for t, s in zip(begun, scores, strict=True)), *others]
         for wave in range(p.waves - 1):
-            said = yield from self._summaries(prompt, problem, made)
-            best = yield from self._tournament(prompt, problem, said, p.keep, f"wave {wave}")
-            context = self._refined(prompt, [said[i] for i in best])
+            if begun := _begun(made):
+                problem = problem or self._problem(prompt, begun)
+                said = yield from self._summaries(prompt, problem, begun)
+                context = yield from self._next(prompt, problem, said, wave)
             made = yield from self._attempts(context, p.attempts if wave < p.waves - 2 else prompt.n)
         return [replace(t, group="refined") for t in made]
+
+    def _next(self, prompt: Prompt, problem: str, said: Sequence[str], wave: int) -> Part:
+        """The prompt of the next wave, with the summaries that win."""
+        best = yield from self._tournament(prompt, problem, said, self.params.keep, f"wave {wave}")
+        return self._refined(prompt, [said[i] for i in best])
 
     def _attempts(self, prompt: Prompt, n: int) -> Part:
         p = self.params
@@ -125,7 +139,10 @@ class RtvPdr(Method):
             start = prompt.start()
             return [start.add(g) for g in (yield Generate(start, n=n))]
         episode = partial(play, prompt, p.environment, p.max_turns, p.call_timeout, p.turn_tokens)
-        return (yield from together([episode() for _ in range(n)]))
+        made: list[Trajectory] = yield from together([episode() for _ in range(n)])
+        for error in {t.meta["error"]: None for t in made if t.meta["error"]}:
+            self.warn(f"an attempt has no score: {error}")
+        return made
 
     # ---- summaries
 
@@ -139,7 +156,7 @@ class RtvPdr(Method):
         attempts = [prompt.chat.decode(t.tokens).strip() for t in made]
         if p.summarizer is not None:
             answers = yield [Call(p.summarizer, (problem, a), p.call_timeout, "the summarizer") for a in attempts]
-            said = [a.value.strip() if isinstance(a.value, str) else "" for a in answers]
+            said = [as_text(a.value).strip() if isinstance(a.value, (str, bytes)) else "" for a in answers]
         else:
             asked = [Generate(self._about(prompt, problem, a), max_tokens=p.summary_tokens) for a in attempts]
             said = [prompt.chat.decode(g.tokens).strip() for (g,) in (yield asked)]
@@ -166,8 +183,7 @@ class RtvPdr(Method):
             def told(problem: str, shown: str = shown) -> str:
                 return fill(texts.REFINE, {"problem": problem, "summaries": shown})
 
-            messages = with_task(prompt.messages, told)
-            messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+            messages = as_messages(with_task(prompt.messages, told))
             context = replace(prompt, messages=messages, tokens=prompt.chat.prompt(messages))
             if 2 * context.room(context.start()) >= room:
                 return context
@@ -185,15 +201,8 @@ class RtvPdr(Method):
         def rng(what: str) -> np.random.Generator:
             return prompt.rng(f"{purpose} {what}")
 
-        rounds = rtv_rounds(
-            len(said),
-            stop=stop,
-            group_size=p.group_size,
-            ties=p.ties,
-            unparsable=p.unparsable,
-            rng=rng,
-            shuffle=p.shuffle,
-        )
+        rules = {name: getattr(p, name) for name in ("group_size", "ties", "unparsable", "shuffle")}
+        rounds = rtv_rounds(len(said), stop=stop, rng=rng, **rules)
         number, votes = 0, None
         while True:
             try:
@@ -209,31 +218,11 @@ class RtvPdr(Method):
 
     def _votes(self, prompt: Prompt, problem: str, said: Sequence[str], shown: Sequence[Sequence[Group]]) -> Part:
         """The votes of every group, all asked for at the same time."""
-        p = self.params
         asked = [(g, order, n) for g, of_group in enumerate(shown) for order, n in Counter(of_group).items()]
-        if p.judge is not None:
-            calls = [
-                Call(p.judge, (problem, [said[c] for c in order]), p.call_timeout, "the judge")
-                for _, order, n in asked
-                for _ in range(n)
-            ]
-            answers: list[Called] = yield calls
-            replies = [a.value for a in answers]
-        else:
-            questions = [
-                fill(texts.JUDGE, {"problem": problem, "summaries": texts.numbered([said[c] for c in order])})
-                for _, order, _ in asked
-            ]
-            generated: list[list[Generated]] = yield [
-                Generate(_asked(prompt, q), n=n, max_tokens=p.judge_tokens, temperature=p.judge_temperature)
-                for q, (_, _, n) in zip(questions, asked, strict=True)
-            ]
-            replies = [_reply(prompt, one) for many in generated for one in many]
+        replies = iter((yield from self._replies(prompt, problem, said, [(order, n) for _, order, n in asked])))
         votes: list[list[Vote]] = [[] for _ in shown]
-        places = [(g, order) for g, order, n in asked for _ in range(n)]
-        for (g, order), reply in zip(places, replies, strict=True):
-            place = parse_vote(reply, len(order))
-            votes[g].append(None if place is None else order[place])
+        for g, order, n in asked:
+            votes[g] += [preferred(reply, order) for reply in islice(replies, n)]
         for given in votes:
             counted = Counter(v for v in given if v is not None)
             self.log("votes", len(given), "sum")
@@ -241,6 +230,24 @@ class RtvPdr(Method):
             if counted:
                 self.log("agreement", max(counted.values()) / counted.total())
         return votes
+
+    def _replies(self, prompt: Prompt, problem: str, said: Sequence[str], asked: Sequence[tuple[Group, int]]) -> Part:
+        """What the judge replies, as often as asked about the candidates in each order."""
+        p, shown = self.params, [([said[c] for c in order], n) for order, n in asked]
+        if p.judge is not None:
+            calls = [Call(p.judge, (problem, some), p.call_timeout, "the judge") for some, n in shown for _ in range(n)]
+            return [a.value for a in (yield calls)]
+        fields = [{"problem": problem, "summaries": texts.numbered(some)} for some, _ in shown]
+        votes = [
+            Generate(_asked(prompt, fill(texts.JUDGE, f)), n, p.judge_tokens, temperature=p.judge_temperature)
+            for f, (_, n) in zip(fields, asked, strict=True)
+        ]
+        return [_reply(prompt, one) for many in (yield votes) for one in many]
+
+
+def _begun(attempts: Sequence[Trajectory]) -> list[Trajectory]:
+    """Those whose environment could be had: the others have no reward from the start."""
+    return [t for t in attempts if t.rewards is None]
 
 
 def _asked(prompt: Prompt, question: str) -> Trajectory:

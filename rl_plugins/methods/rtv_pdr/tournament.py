@@ -61,15 +61,18 @@ def rtv(
         except StopIteration as done:
             return list(done.value)
         answer = [
-            [ask(judge, shown) for shown in orders(group, votes, rng if permute else None, f"round {number} group {g}")]
+            [
+                preferred(judge(shown), shown)
+                for shown in orders(group, votes, rng if permute else None, f"round {number} group {g}")
+            ]
             for g, group in enumerate(groups)
         ]
         number += 1
 
 
-def ask(judge: Callable[[Group], Any], shown: Group) -> Vote:
-    """The candidate a judge prefers."""
-    place = parse_vote(judge(shown), len(shown))
+def preferred(reply: Any, shown: Group) -> Vote:
+    """The candidate that a judge's reply names."""
+    place = parse_vote(reply, len(shown))
     return None if place is None else shown[place]
 
 

@@ -14,6 +14,7 @@ from rl_plugins import ConfigError, Idle, Method, MethodParams, from_params, ppo
 from rl_plugins.core.losses import Live
 from rl_plugins.core.requests import Call, Called, Generate, Generated, Program, Prompt, Score, Scored, Trajectory
 from rl_plugins.core.rollouts import Rollouts, Shape, Terms, Tokens
+from rl_plugins.kit.prompts import appended, as_text
 from rl_plugins.methods.scope.params import ScopeParams
 from rl_plugins.methods.scope.steps import checked_scores, first_wrong, split_steps, tokens_before
 
@@ -183,12 +184,8 @@ class Scope(Method):
             if solution is None:
                 self._failed(f"a row of the dataset has nothing in `{p.solution_column}`")
             return [None] * len(prefixes)
-        messages = (
-            [{"role": "user", "content": prompt.messages}] if isinstance(prompt.messages, str) else prompt.messages
-        )
-        hint = p.hint.replace("{solution}", str(solution))
-        last = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{hint}"}
-        shown = prompt.chat.prompt([*messages[:-1], last])
+        hint = p.hint.replace("{solution}", as_text(solution))
+        shown = prompt.chat.prompt(appended(prompt.messages, f"\n{hint}"))
         stop = (p.separator,) if p.extent == "step" else ()
         made: list[list[Generated]] = yield [
             Generate(replace(t, prompt=shown), max_tokens=max(1, prompt.room(t)), stop=stop) for t in prefixes

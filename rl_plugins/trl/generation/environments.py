@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.requests import Call
 from rl_plugins.kit.agents.environment import (
     ENDED,
     Environment,
@@ -17,20 +19,26 @@ from rl_plugins.kit.agents.environment import (
     check_environment,
     missing_methods,
     observed,
+    scored,
 )
+from rl_plugins.kit.prompts import as_text
+from rl_plugins.kit.threads import run_calls
+
+logger = logging.getLogger("rl_plugins")
 
 
 class _Tools:
-    """An environment as an object with tools. `rl_plugins_turns` has a record per call of `act` since `reset`."""
+    """An environment as an object with tools. `rl_plugins_turns` has a record per call of `act` since `reset`. Where it
+    cannot be made, reset or scored, the episode has no reward."""
 
     _factory: Callable[[], Environment]
 
     def __init__(self) -> None:
-        self._environment = type(self)._factory()
         self._last = Observation("", done=True)
+        self._broken = ""
         self._wrong: ConfigError | None = None  # TRL shows the agent whatever a tool raises, so it is raised again
         self.rl_plugins_turns: list[TurnRecord] = []
-        weakref.finalize(self, self._environment.close)  # TRL keeps its environments and closes none
+        self._environment = self._made()
 
     def reset(self, **columns: Any) -> str:
         """Begin the episode of a row.
@@ -41,9 +49,33 @@ class _Tools:
         """
         if self._wrong is not None:
             raise self._wrong
-        self._last = observed(self._environment, "reset", self._environment.reset(columns))
-        self.rl_plugins_turns = []
-        return "" if _prompt_text(columns.get("prompt")).endswith(self._last.text) else self._last.text
+        self._last, self._broken, self.rl_plugins_turns = Observation("", done=True), "", []
+        self._environment = self._environment or self._made()
+        first = self._answer("reset", columns)
+        if self._broken:
+            return ""
+        self._last = observed(self._environment, "reset", first)
+        prompt = columns.get("prompt")
+        said = as_text(prompt[-1].get("content") if isinstance(prompt, list) and prompt else prompt or "")
+        return "" if said.endswith(self._last.text) else self._last.text
+
+    def _made(self) -> Any:
+        environment = self._answer("")
+        if environment is not None:
+            weakref.finalize(self, environment.close)  # TRL keeps its environments and closes none
+        return environment
+
+    def _answer(self, method: str, *args: Any) -> Any:
+        """What a method, or without a name the factory, answers. None if it fails: then the episode is broken."""
+        if self._broken:
+            return None
+        name = f"the environment {type(self).__name__}"
+        function = getattr(self._environment, method) if method else type(self)._factory
+        (called,) = run_calls([Call(function, args, name=name)])
+        if called.error:
+            self._broken = called.error
+            logger.warning("an episode has no reward: %s of %s failed: %s", method or "making", name, called.error)
+        return called.value
 
     def _act(self, action: str) -> str:
         before = self._last
@@ -65,7 +97,7 @@ class _ScoredTools(_Tools):
         """The reward of the episode so far."""
         if self._wrong is not None:
             raise self._wrong
-        return float(self._environment.score())  # type: ignore[attr-defined]
+        return scored(self._answer("score"))[0]
 
 
 def as_tools(factory: Callable[[], Environment]) -> type:
@@ -121,12 +153,3 @@ Args:
 Returns:
     What happens.
 """
-
-
-def _prompt_text(prompt: Any) -> str:
-    """Text of the last message of a prompt: a string, or messages whose content is a string or a list of parts."""
-    if isinstance(prompt, list) and prompt:
-        prompt = prompt[-1].get("content")
-    if isinstance(prompt, list):
-        prompt = "".join(part.get("text") or "" for part in prompt)
-    return prompt if isinstance(prompt, str) else ""
