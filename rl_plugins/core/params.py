@@ -253,91 +253,138 @@ def build_params(cls: type[MethodParams], values: Mapping[str, Any] | None, meth
 def parse_value(
     value: Any, hint: Any, name: str, limits: Mapping[str, float] | None = None, allow_inf: bool = False
 ) -> Any:
-    """`value` as the declared type `hint`, within `limits`.
+    """`value` as the declared type `hint`, within `limits`: one rule a type, in `_RULES`.
 
     Understood: bool, int, float, str, Literal, `X | None`, tuple[X, ...], Callable (an object, or the text
     "module:attribute"), and Any, which is taken as it is. Text is converted only where it is an exact spelling of the
     type.
     """
-    limits = limits or {}
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        is_none = value is None or (isinstance(value, str) and value.strip().lower() in {"none", "null"})
-        if is_none and type(None) in args:
-            return None
-        choices = [a for a in args if a is not type(None)]
-        errors = []
-        for choice in choices:
-            try:
-                return parse_value(value, choice, name, limits, allow_inf)
-            except ConfigError as e:
-                errors.append(e)
-        raise (
-            errors[-1] if len(errors) == 1 else _wrong(name, value, f"{_type_text(hint)} {_range_text(limits)}".strip())
-        )
-    if origin is Literal:
-        for choice in args:
-            if value == choice and isinstance(value, bool) == isinstance(choice, bool):
-                return choice
-            if isinstance(value, str) and value == str(choice):
-                return choice
+    rule = _RULES.get(_kind(hint))
+    if rule is None:
         raise ConfigError(
-            f"parameter `{name}` is {shown(value)}; allowed: {', '.join(map(repr, args))}."
-            f"{did_you_mean(value if isinstance(value, str) else shown(value), [str(a) for a in args])}"
+            f"parameter `{name}` is declared as {hint}, which cannot be parsed; declare bool, int, float, str, "
+            f"Literal, X | None, tuple[X, ...] or Callable."
         )
-    if origin is tuple and args[1:] == (...,):
-        items = [v.strip() for v in value.split(",") if value.strip()] if isinstance(value, str) else value
-        if not isinstance(items, (list, tuple)):
-            raise _wrong(name, value, _type_text(hint))
-        return tuple(parse_value(v, args[0], name, limits, allow_inf) for v in items)
-    if hint is Callable or origin is Callable or getattr(hint, "__name__", "") == "Callable":
-        return resolve_callable(value, name)
-    if hint is bool:
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, str) and value.strip().lower() in _TRUE | _FALSE:
-            return value.strip().lower() in _TRUE
-        raise _wrong(name, value, "true or false")
-    if hint is int:
-        number = value
-        if isinstance(value, str):
-            try:
-                number = int(value.strip())
-            except ValueError:
-                raise _wrong(name, value, "a whole number") from None
-        if isinstance(number, float) and number.is_integer():
-            number = int(number)
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise _wrong(name, value, "a whole number")
-        if number.bit_length() > 1024:  # Python does not even write one of thousands of digits
-            raise _wrong(name, value, "a whole number that a float can hold")
-        return _within(number, name, limits)
-    if hint is float:
-        number = value
-        if isinstance(value, str):
-            try:
-                number = float(value.strip())
-            except ValueError:
-                raise _wrong(name, value, "a number") from None
-        if isinstance(number, bool) or not isinstance(number, (int, float)):
-            raise _wrong(name, value, "a number")
+    return rule(value, _Declared(name, hint, limits or {}, allow_inf))
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """A parameter as its field declares it."""
+
+    name: str
+    hint: Any
+    limits: Mapping[str, float]
+    allow_inf: bool
+
+    def parsed(self, value: Any, hint: Any) -> Any:
+        """A value of a part of the type."""
+        return parse_value(value, hint, self.name, self.limits, self.allow_inf)
+
+
+def _kind(hint: Any) -> Any:
+    """The key of a type in `_RULES`."""
+    origin = get_origin(hint)
+    if origin is types.UnionType:
+        return Union
+    if origin is tuple and get_args(hint)[1:] != (...,):
+        return None
+    return origin or hint
+
+
+def _union(value: Any, d: _Declared) -> Any:
+    choices = [a for a in get_args(d.hint) if a is not type(None)]
+    is_none = value is None or (isinstance(value, str) and value.strip().lower() in {"none", "null"})
+    if is_none and len(choices) < len(get_args(d.hint)):
+        return None
+    errors = []
+    for choice in choices:
         try:
-            number = float(number)
-        except OverflowError:
-            raise _wrong(name, value, "a number that a float can hold") from None
-        if math.isnan(number) or (math.isinf(number) and not allow_inf):
-            raise _wrong(name, value, "a finite number")
-        return _within(number, name, limits)
-    if hint is str:
-        if not isinstance(value, str):
-            raise _wrong(name, value, "text")
-        return value
-    if hint is Any:
-        return value
+            return d.parsed(value, choice)
+        except ConfigError as e:
+            errors.append(e)
+    if len(errors) == 1:
+        raise errors[0]
+    raise _wrong(d.name, value, f"{_type_text(d.hint)} {_range_text(d.limits)}".strip())
+
+
+def _literal(value: Any, d: _Declared) -> Any:
+    choices = get_args(d.hint)
+    for choice in choices:
+        if value == choice and isinstance(value, bool) == isinstance(choice, bool):
+            return choice
+        if isinstance(value, str) and value == str(choice):
+            return choice
     raise ConfigError(
-        f"parameter `{name}` is declared as {hint}, which cannot be parsed; declare bool, int, float, str, Literal, "
-        f"X | None, tuple[X, ...] or Callable."
+        f"parameter `{d.name}` is {shown(value)}; allowed: {', '.join(map(repr, choices))}."
+        f"{did_you_mean(value if isinstance(value, str) else shown(value), [str(a) for a in choices])}"
     )
+
+
+def _tuple(value: Any, d: _Declared) -> tuple[Any, ...]:
+    items = [v.strip() for v in value.split(",") if value.strip()] if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)):
+        raise _wrong(d.name, value, _type_text(d.hint))
+    return tuple(d.parsed(v, get_args(d.hint)[0]) for v in items)
+
+
+def _bool(value: Any, d: _Declared) -> bool:
+    word = str(value).strip().lower()
+    if not isinstance(value, (bool, str)) or word not in _TRUE | _FALSE:
+        raise _wrong(d.name, value, "true or false")
+    return word in _TRUE
+
+
+def _int(value: Any, d: _Declared) -> Any:
+    number = _spelled(value, int, d, "a whole number")
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    if not isinstance(number, int):
+        raise _wrong(d.name, value, "a whole number")
+    if number.bit_length() > 1024:  # Python does not even write one of thousands of digits
+        raise _wrong(d.name, value, "a whole number that a float can hold")
+    return _within(number, d.name, d.limits)
+
+
+def _float(value: Any, d: _Declared) -> Any:
+    number = _spelled(value, float, d, "a number")
+    try:
+        number = float(number)
+    except OverflowError:
+        raise _wrong(d.name, value, "a number that a float can hold") from None
+    if math.isnan(number) or (math.isinf(number) and not d.allow_inf):
+        raise _wrong(d.name, value, "a finite number")
+    return _within(number, d.name, d.limits)
+
+
+def _spelled(value: Any, kind: type[int] | type[float], d: _Declared, wanted: str) -> int | float:
+    """A number, or what a text spells."""
+    try:
+        number = kind(value.strip()) if isinstance(value, str) else value
+    except ValueError:
+        raise _wrong(d.name, value, wanted) from None
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise _wrong(d.name, value, wanted)
+    return number
+
+
+def _str(value: Any, d: _Declared) -> str:
+    if not isinstance(value, str):
+        raise _wrong(d.name, value, "text")
+    return value
+
+
+_RULES: Mapping[Any, Callable[[Any, _Declared], Any]] = {
+    Union: _union,
+    Literal: _literal,
+    tuple: _tuple,
+    Callable: lambda value, d: resolve_callable(value, d.name),
+    bool: _bool,
+    int: _int,
+    float: _float,
+    str: _str,
+    Any: lambda value, d: value,
+}
 
 
 def resolve_callable(value: Any, name: str) -> Callable[..., Any]:
@@ -421,13 +468,12 @@ def _wrong(name: str, value: Any, wanted: str) -> ConfigError:
 
 
 def _type_text(hint: Any) -> str:
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
+    kind, args = _kind(hint), get_args(hint)
+    if kind is Union:
         return " or ".join("none" if a is type(None) else _type_text(a) for a in args)
-    if origin is Literal:
+    if kind is Literal:
         return " | ".join(map(repr, args))
-    if origin is tuple:
+    if kind is tuple:
         return f"list of {_type_text(args[0])}"
-    if hint is Callable or origin is Callable or getattr(hint, "__name__", "") == "Callable":
-        return '"module:attribute"'
-    return {bool: "true/false", int: "int", float: "float", str: "text"}.get(hint, getattr(hint, "__name__", str(hint)))
+    names = {Callable: '"module:attribute"', bool: "true/false", int: "int", float: "float", str: "text"}
+    return names.get(kind, getattr(hint, "__name__", str(hint)))
