@@ -136,6 +136,13 @@ def test_the_exact_reward_is_that_of_a_loop(batch: Any, kind: str, data: st.Data
     assert all(math.isnan(x) or 0 <= x <= 1 for x in found)
 
 
+def test_a_package_that_is_missing_is_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_plugins.methods.ps_grpo.params.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="rapidfuzz"):
+        ps_grpo(similarity="rougeL")
+    assert ps_grpo(similarity="bleu2")
+
+
 @pytest.mark.parametrize("compare", ["exact", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_outputs_have_the_reward_one(kind: str, compare: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from rl_plugins import ConfigError, MethodParams, param
@@ -32,3 +33,5 @@ class PsGrpoParams(MethodParams):
     def check(self) -> None:
         if self.alpha == self.gamma == 0:
             raise ConfigError("`alpha` and `gamma` are both 0, so every reward would be 0. Set one above 0.")
+        if self.similarity == "rougeL" and find_spec("rapidfuzz") is None:
+            raise ConfigError("`similarity: rougeL` needs rapidfuzz. Install it: pip install 'rl-plugins[rouge]'.")
