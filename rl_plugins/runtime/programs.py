@@ -33,7 +33,7 @@ from rl_plugins.core.requests import (
     check_rows,
 )
 from rl_plugins.core.rollouts import Completion
-from rl_plugins.kit.threads import run_call, run_calls
+from rl_plugins.kit.threads import await_left, run_call, run_calls
 from rl_plugins.runtime.costs import RowCount
 from rl_plugins.runtime.immutability import changes, watched
 from rl_plugins.runtime.validate_programs import request_problem, row_problem
@@ -288,6 +288,7 @@ def run(programs: Sequence[Running], engine: Engine) -> None:
     finally:
         for p in programs:
             p.close()
+        await_left()
 
 
 async def drive(program: Running, engine: AsyncEngine) -> list[list[Trajectory]]:
