@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,11 @@ class KnownRun:
     @property
     def columns(self) -> Sequence[str] | None:
         return getattr(self.dataset, "column_names", None)
+
+    @property
+    def generator(self) -> str:
+        """What of the trainer generates in TRL's place; empty if nothing does."""
+        return "rollout_func" if self.rollout_func else "tools or environments of its own" if self.tools else ""
 
     @property
     def has_images(self) -> bool:
@@ -281,27 +286,7 @@ def check(stack: MethodStack, known: KnownRun, seams: Seams, offered: HostCapabi
     if not known.args.use_vllm:  # nothing reads them
         options = {name: value for name, value in options.items() if not name.startswith("vllm_")}
     problems += _loss_problems(stack, known.loss, known.args, seams)
-    if known.template is False and known.has_messages:
-        problems.append(f"The prompts of the dataset are conversations, and {NO_TEMPLATE.format(model=known.model)}")
-    if in_rounds(stack):
-        names = _names(m.name for m in stack.methods if m.rounds)
-        if known.rollout_func or known.tools:
-            what = "rollout_func" if known.rollout_func else "tools or environments"
-            problems.append(
-                f"{names} generates in rounds, which cannot be served with {what}: TRL runs those once per batch. "
-                f"Remove {what} or the method."
-            )
-        if known.has_images:
-            problems.append(
-                f"{names} generates in rounds, and the dataset has images: rows of image batches cannot be added or "
-                f"cut. Remove the method."
-            )
-    if known.args.rollout_precision != "policy" and (known.rollout_func or known.tools):
-        what = "a rollout_func" if known.rollout_func else "tools or environments"
-        problems.append(
-            f"rollout_precision={known.args.rollout_precision} is served where TRL generates each completion in one "
-            f"call, and the trainer has {what}. Remove {what} or the option."
-        )
+    problems += [text for rule in REFUSED if (text := rule(stack, known))]
     if problems:
         raise ConfigError("\n".join(problems))
     return options
@@ -323,46 +308,14 @@ def too_few_prompts(args: GRPOConfig, rows: int) -> str:
 def trl_capabilities(stack: MethodStack, known: KnownRun) -> HostCapabilities:
     """What this run offers."""
     args = known.args
-    missing_hooks: dict[str, str] = {}
-    if args.use_vllm or stack.claims["rollout"] or in_rounds(stack) or known.has_images:
-        what = (
-            "vLLM, which TRL does not let interrupt"
-            if args.use_vllm
-            else "images"
-            if known.has_images
-            else "a method that makes rollouts with a program or in rounds"
-        )
-        missing_hooks["admit"] = (
-            f"groups that go on in a later batch are decoded by transformers' generate, and the run has {what}. Set "
-            f"use_vllm=False, or remove one of the methods."
-        )
-    brings = "rollout_func" if known.rollout_func else "tools or environments of its own" if known.tools else ""
-    if brings:
-        missing_hooks["admit"] = f"the trainer has {brings}, which generates by itself. Remove {brings}."
-        missing_hooks["rollout"] = (
-            f"the trainer has {brings}, and a rollout program makes the completions itself. Give what it needs as "
-            f"parameters of the method, and remove {brings}."
-        )
-    elif known.has_images:
-        missing_hooks["rollout"] = "programs see token ids only, and the dataset has images. Remove the method."
-    elif getattr(args, "use_transformers_continuous_batching", False):
-        missing_hooks["rollout"] = (
-            "continuous batching of transformers has one limit and no log-probs for all requests. Set "
-            "use_transformers_continuous_batching=False."
-        )
-    spg, ga = args.steps_per_generation, args.gradient_accumulation_steps
-    if spg % ga:
-        missing_hooks["before_update"] = (
-            f"an optimizer step would span two generation batches (gradient_accumulation_steps={ga}, "
-            f"steps_per_generation={spg}). Make steps_per_generation a multiple of gradient_accumulation_steps."
-        )
+    missing_hooks = _missing(HOOK_RULES, stack, known)
     return HostCapabilities(
         name="trl",
         version=trl_version(),
         hooks=[h for h in HOOKS if h not in missing_hooks],
         missing_hooks=missing_hooks,
         eval_hooks=("plan", "rollout"),
-        missing_signals=_missing_signals(stack, known),
+        missing_signals=_missing(SIGNAL_RULES, stack, known),
         columns=known.columns,
         options=vars(args),
         defaults=_defaults(),
@@ -417,36 +370,128 @@ def _defaults() -> dict[str, Any]:
     return {f.name: f.default for config in (MaskedOptions, trl.GRPOConfig) for f in fields(config)}
 
 
-_ONE_BATCH = (
-    "TRL generates all rollouts in one batch and waits for the longest. Name a method that plays agents "
-    "(turn_control), or one that lets groups wait (april)."
+# ---- what a run cannot serve: a rule looks at the stack and the run, and says why; empty where it does not apply
+
+Rule = Callable[[MethodStack, KnownRun], str]
+
+
+def _missing(rules: Sequence[tuple[str, Rule]], stack: MethodStack, known: KnownRun) -> dict[str, str]:
+    """Hook or signal -> why it is missing; of several reasons the last one."""
+    return {what: why for what, rule in rules if (why := rule(stack, known))}
+
+
+def _nothing_pauses(stack: MethodStack, known: KnownRun) -> str:
+    what = (
+        "vLLM, which TRL does not let interrupt"
+        if known.args.use_vllm
+        else "images"
+        if known.has_images
+        else "a method that makes rollouts with a program or in rounds"
+        if stack.claims["rollout"] or in_rounds(stack)
+        else ""
+    )
+    return what and (
+        f"groups that go on in a later batch are decoded by transformers' generate, and the run has {what}. Set "
+        f"use_vllm=False, or remove one of the methods."
+    )
+
+
+def _generates_itself(stack: MethodStack, known: KnownRun) -> str:
+    own = known.generator
+    return own and f"the trainer has {own}, which generates by itself. Remove {own}."
+
+
+def _continuous_batching(stack: MethodStack, known: KnownRun) -> str:
+    if not getattr(known.args, "use_transformers_continuous_batching", False):
+        return ""
+    return (
+        "continuous batching of transformers has one limit and no log-probs for all requests. Set "
+        "use_transformers_continuous_batching=False."
+    )
+
+
+def _images_beside_programs(stack: MethodStack, known: KnownRun) -> str:
+    return "programs see token ids only, and the dataset has images. Remove the method." if known.has_images else ""
+
+
+def _completions_made_already(stack: MethodStack, known: KnownRun) -> str:
+    own = known.generator
+    return own and (
+        f"the trainer has {own}, and a rollout program makes the completions itself. Give what it needs as "
+        f"parameters of the method, and remove {own}."
+    )
+
+
+def _steps_over_two_batches(stack: MethodStack, known: KnownRun) -> str:
+    spg, ga = known.args.steps_per_generation, known.args.gradient_accumulation_steps
+    if spg % ga == 0:
+        return ""
+    return (
+        f"an optimizer step would span two generation batches (gradient_accumulation_steps={ga}, "
+        f"steps_per_generation={spg}). Make steps_per_generation a multiple of gradient_accumulation_steps."
+    )
+
+
+HOOK_RULES: tuple[tuple[str, Rule], ...] = (
+    ("admit", _nothing_pauses),
+    ("admit", _generates_itself),
+    ("rollout", _continuous_batching),
+    ("rollout", _images_beside_programs),
+    ("rollout", _completions_made_already),
+    ("before_update", _steps_over_two_batches),
 )
 
 
-def _missing_signals(stack: MethodStack, known: KnownRun) -> dict[str, str]:
-    args = known.args
-    missing: dict[str, str] = {}
-    spg, ga = args.steps_per_generation, args.gradient_accumulation_steps
-    if spg % ga == 0 and spg != ga:
-        both = any({"off_policy", "whole_groups"} <= m.needs for m in stack.methods)
-        missing["whole_groups"] = (
-            f"TRL shuffles rows before it splits a generation batch into {spg // ga} steps. Set steps_per_generation="
-            f"{ga}, equal to gradient_accumulation_steps." + f" {_OTHER_STALENESS}" * both
-        )
-    if args.use_vllm and args.temperature != 1.0:
-        missing["engine"] = (
-            f"vLLM in TRL reports log-probs with the temperature ({args.temperature}), and those at temperature 1 are "
-            f"needed. Set temperature=1.0, or use_vllm=False."
-        )
-    if not stack.claims["rollout"] and not known.tools and not known.rollout_func:
-        missing["turns"] = (
-            "the run has neither tools nor an environment, so a completion is one turn. Give the trainer tools or an "
-            "environment_factory, or name a method that plays one (turn_control)."
-        )
-    if not stack.claims["rollout"]:
-        missing["turn_limits"] = NO_TURN_LIMITS
-    if not stack.claims["admit"] and (why := no_redundancy(stack, _ONE_BATCH)):
-        missing["redundancy"] = why
+def _groups_are_split(stack: MethodStack, known: KnownRun) -> str:
+    spg, ga = known.args.steps_per_generation, known.args.gradient_accumulation_steps
+    if spg == ga or spg % ga:
+        return ""
+    both = any({"off_policy", "whole_groups"} <= m.needs for m in stack.methods)
+    return (
+        f"TRL shuffles rows before it splits a generation batch into {spg // ga} steps. Set steps_per_generation="
+        f"{ga}, equal to gradient_accumulation_steps."
+    ) + (
+        " Rollouts of another policy then come from num_iterations, use_vllm, rollout_precision, or a method that "
+        "carries or replays groups."
+        if both
+        else ""
+    )
+
+
+def _vllm_reports_at_a_temperature(stack: MethodStack, known: KnownRun) -> str:
+    if not known.args.use_vllm or known.args.temperature == 1.0:
+        return ""
+    return (
+        f"vLLM in TRL reports log-probs with the temperature ({known.args.temperature}), and those at temperature 1 "
+        f"are needed. Set temperature=1.0, or use_vllm=False."
+    )
+
+
+def _one_turn(stack: MethodStack, known: KnownRun) -> str:
+    if stack.claims["rollout"] or known.generator:
+        return ""
+    return (
+        "the run has neither tools nor an environment, so a completion is one turn. Give the trainer tools or an "
+        "environment_factory, or name a method that plays one (turn_control)."
+    )
+
+
+def _no_limit_of_turns(stack: MethodStack, known: KnownRun) -> str:
+    return "" if stack.claims["rollout"] else NO_TURN_LIMITS
+
+
+def _nothing_closes_rollouts(stack: MethodStack, known: KnownRun) -> str:
+    if stack.claims["admit"]:
+        return ""
+    return no_redundancy(
+        stack,
+        "TRL generates all rollouts in one batch and waits for the longest. Name a method that plays agents "
+        "(turn_control), or one that lets groups wait (april).",
+    )
+
+
+def _changed_distribution(args: GRPOConfig) -> list[str]:
+    """Options that change what is sampled from, with their values."""
     truncations = {
         "top_p": (args.top_p, 1.0),
         "top_k": (args.top_k, 0),
@@ -463,50 +508,141 @@ def _missing_signals(stack: MethodStack, known: KnownRun) -> dict[str, str]:
         ]
     if args.use_vllm and args.vllm_structured_outputs_regex is not None:
         changed.append("vllm_structured_outputs_regex")
-    if changed and args.use_vllm:
-        missing["engine"] = (
-            f"vLLM in TRL reports top log-probs of what was sampled from, and {', '.join(changed)} changes that. "
-            f"Remove {'it' if len(changed) == 1 else 'them'}, or set use_vllm=False."
-        )
-    if changed:
-        missing["rollout_logprobs"] = (
-            f"with {', '.join(changed)} the distribution that was sampled is not the policy's. Remove "
-            f"{'it' if len(changed) == 1 else 'them'}."
-        )
-    if known.rollout_func:
-        missing["rollout_logprobs"] = "a rollout_func samples in its own way. Remove it."
-    if known.template is False:
-        missing["chat_template"] = NO_TEMPLATE.format(model=known.model)
-    if args.beta == 0.0:
-        missing["ref_logprobs"] = "there is no reference model with beta=0. Set beta > 0."
-    if known.size is None:
-        missing["prompt_index"] = "the dataset is a stream (or owned by an environment). Use a dataset with an index."
-    if len(known.rewards) < 2:
-        missing["several_rewards"] = (
-            f"the run has {len(known.rewards)} reward function. Pass two or more in reward_funcs, e.g. one for "
-            f"the answer and one for the format."
-        )
-    if optimizer_steps_per_batch(args) <= 1:
-        several = "Set num_iterations=2 or more, or steps_per_generation to a multiple of gradient_accumulation_steps"
-        missing["several_updates"] = (
-            f"every generation batch is used for one optimizer step, so the ratio of current to old log-probs is 1. "
-            f"{several}."
-        )
-        if not args.use_vllm and args.rollout_precision == "policy":
-            if "whole_groups" in stack.needs:  # steps_per_generation cannot be raised then
-                several = "Set num_iterations=2 or more"
-            missing["off_policy"] = (
-                f"every generation batch is used for one optimizer step and sampled by the trained model itself, so "
-                f"there is nothing to correct. {several}, or use_vllm, or rollout_precision, or name a method that "
-                f"carries or replays groups."
-            )
-    return missing
+    return changed
 
 
-_OTHER_STALENESS = (
-    "Rollouts of another policy then come from num_iterations, use_vllm, rollout_precision, or a method that carries "
-    "or replays groups."
+def _vllm_reports_what_was_cut(stack: MethodStack, known: KnownRun) -> str:
+    changed = _changed_distribution(known.args)
+    if not changed or not known.args.use_vllm:
+        return ""
+    return (
+        f"vLLM in TRL reports top log-probs of what was sampled from, and {', '.join(changed)} changes that. "
+        f"Remove {'it' if len(changed) == 1 else 'them'}, or set use_vllm=False."
+    )
+
+
+def _sampled_from_another_distribution(stack: MethodStack, known: KnownRun) -> str:
+    changed = _changed_distribution(known.args)
+    if not changed:
+        return ""
+    return (
+        f"with {', '.join(changed)} the distribution that was sampled is not the policy's. Remove "
+        f"{'it' if len(changed) == 1 else 'them'}."
+    )
+
+
+def _rollout_func_samples(stack: MethodStack, known: KnownRun) -> str:
+    return "a rollout_func samples in its own way. Remove it." if known.rollout_func else ""
+
+
+def _no_template(stack: MethodStack, known: KnownRun) -> str:
+    return NO_TEMPLATE.format(model=known.model) if known.template is False else ""
+
+
+def _no_reference(stack: MethodStack, known: KnownRun) -> str:
+    return "there is no reference model with beta=0. Set beta > 0." if known.args.beta == 0.0 else ""
+
+
+def _stream(stack: MethodStack, known: KnownRun) -> str:
+    if known.size is not None:
+        return ""
+    return "the dataset is a stream (or owned by an environment). Use a dataset with an index."
+
+
+def _one_reward(stack: MethodStack, known: KnownRun) -> str:
+    if len(known.rewards) >= 2:
+        return ""
+    return (
+        f"the run has {len(known.rewards)} reward function. Pass two or more in reward_funcs, e.g. one for "
+        f"the answer and one for the format."
+    )
+
+
+def _one_update(stack: MethodStack, known: KnownRun) -> str:
+    if optimizer_steps_per_batch(known.args) > 1:
+        return ""
+    return (
+        "every generation batch is used for one optimizer step, so the ratio of current to old log-probs is 1. "
+        "Set num_iterations=2 or more, or steps_per_generation to a multiple of gradient_accumulation_steps."
+    )
+
+
+def _nothing_to_correct(stack: MethodStack, known: KnownRun) -> str:
+    a = known.args
+    if optimizer_steps_per_batch(a) > 1 or a.use_vllm or a.rollout_precision != "policy":
+        return ""
+    several = "Set num_iterations=2 or more"
+    if "whole_groups" not in stack.needs:  # with them steps_per_generation cannot be raised
+        several += ", or steps_per_generation to a multiple of gradient_accumulation_steps"
+    return (
+        f"every generation batch is used for one optimizer step and sampled by the trained model itself, so "
+        f"there is nothing to correct. {several}, or use_vllm, or rollout_precision, or name a method that "
+        f"carries or replays groups."
+    )
+
+
+SIGNAL_RULES: tuple[tuple[str, Rule], ...] = (
+    ("whole_groups", _groups_are_split),
+    ("engine", _vllm_reports_at_a_temperature),
+    ("engine", _vllm_reports_what_was_cut),
+    ("turns", _one_turn),
+    ("turn_limits", _no_limit_of_turns),
+    ("redundancy", _nothing_closes_rollouts),
+    ("rollout_logprobs", _sampled_from_another_distribution),
+    ("rollout_logprobs", _rollout_func_samples),
+    ("chat_template", _no_template),
+    ("ref_logprobs", _no_reference),
+    ("prompt_index", _stream),
+    ("several_rewards", _one_reward),
+    ("several_updates", _one_update),
+    ("off_policy", _nothing_to_correct),
 )
+
+
+def _conversations_without_template(stack: MethodStack, known: KnownRun) -> str:
+    why = _no_template(stack, known)
+    return f"The prompts of the dataset are conversations, and {why}" if why and known.has_messages else ""
+
+
+def _rounds_of_the_trainer(stack: MethodStack, known: KnownRun) -> str:
+    if not in_rounds(stack) or not known.generator:
+        return ""
+    what = "rollout_func" if known.rollout_func else "tools or environments"
+    return (
+        f"{_in_rounds(stack)} generates in rounds, which cannot be served with {what}: TRL runs those once per batch. "
+        f"Remove {what} or the method."
+    )
+
+
+def _rounds_of_images(stack: MethodStack, known: KnownRun) -> str:
+    if not in_rounds(stack) or not known.has_images:
+        return ""
+    return (
+        f"{_in_rounds(stack)} generates in rounds, and the dataset has images: rows of image batches cannot be added "
+        f"or cut. Remove the method."
+    )
+
+
+def _precision_of_the_trainer(stack: MethodStack, known: KnownRun) -> str:
+    if known.args.rollout_precision == "policy" or not known.generator:
+        return ""
+    what = "a rollout_func" if known.rollout_func else "tools or environments"
+    return (
+        f"rollout_precision={known.args.rollout_precision} is served where TRL generates each completion in one "
+        f"call, and the trainer has {what}. Remove {what} or the option."
+    )
+
+
+REFUSED: tuple[Rule, ...] = (
+    _conversations_without_template,
+    _rounds_of_the_trainer,
+    _rounds_of_images,
+    _precision_of_the_trainer,
+)
+
+
+def _in_rounds(stack: MethodStack) -> str:
+    return _names(m.name for m in stack.methods if m.rounds)
 
 
 def droppers(stack: MethodStack) -> list[Method]:

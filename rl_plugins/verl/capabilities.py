@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rl_plugins.core.errors import ConfigError, MethodError
-from rl_plugins.core.method import HOOKS, SameAs
+from rl_plugins.core.method import HOOKS, Method, SameAs
 from rl_plugins.core.rollouts import Plan, Run
 from rl_plugins.runtime.chat import NO_TEMPLATE, has_template
 from rl_plugins.runtime.plan import first_plan
@@ -22,6 +22,7 @@ LOGPROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 ENTROPY = "actor_rollout_ref.actor.calculate_entropy"
 TESTED_ENGINES = ("fsdp", "fsdp2")
 SINGLE_TURN = "single_turn_agent"
+TOOLS = ("tool_config_path", "function_tool_path", "interaction_config_path")
 MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 PROGRAM_MANAGER = "rl_plugins.verl.workers.ProgramManager"
 CORRECTION = "algorithm.rollout_correction"
@@ -158,7 +159,7 @@ def check(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]
         options = preflight(stack, verl_capabilities(stack, settings, config))
     except ConfigError as e:  # all problems are told at once
         problems.append(str(e))
-    problems += _refused(stack, read)
+    problems += [text for rule in REFUSED if (text := rule(stack, read))]
     if problems:
         raise ConfigError("\n".join(problems))
     if "current_entropies" in stack.needs and not read(ENTROPY, False):
@@ -171,15 +172,7 @@ def check(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]
 def verl_capabilities(stack: MethodStack, settings: Settings, config: Any) -> HostCapabilities:
     """What this run offers."""
     read = Reader(config)
-    missing_hooks = {}
-    if read.mode == "sync":  # elsewhere verl's own buffer carries groups over, as the method's host options say
-        missing_hooks["admit"] = (
-            "groups that go on in a later batch are verl's own in its asynchronous trainer modes. Set "
-            "trainer.v1.trainer_mode=rl_plugins_colocate_async, or rl_plugins_separate_async."
-        )
-    own = _makes_rollouts_itself(read)
-    if own:
-        missing_hooks["rollout"] = own
+    missing_hooks = _missing(HOOK_RULES, stack, read)
     columns = dataset_columns(read)
     wanted = [o for m in stack.methods for o in m.host_options.get("verl", {}).items()]
     asked = {option for option, _ in wanted} | {value.option for _, value in wanted if isinstance(value, SameAs)}
@@ -189,7 +182,7 @@ def verl_capabilities(stack: MethodStack, settings: Settings, config: Any) -> Ho
         hooks=[h for h in HOOKS if h not in missing_hooks],
         missing_hooks=missing_hooks,
         eval_hooks=("plan", "rollout"),
-        missing_signals=_missing_signals(stack, settings, read),
+        missing_signals=_missing(SIGNAL_RULES, stack, read) | ({} if len(settings.rewards) > 1 else _ONE_REWARD),
         columns=columns,
         row_columns=stack.claimed("rollout") or _own_agent_loop(read, columns),
         importance_weights=_corrections(read, "rollout_is"),
@@ -207,26 +200,6 @@ def _early_run(read: Reader, settings: Settings) -> Run:
     """What is known of a run before its dataset is read."""
     known = Known(read, settings, None, 0, int(read("trainer.total_training_steps", 1)))
     return replace(known.run(), dataset_size=None)
-
-
-def _makes_rollouts_itself(read: Reader) -> str | None:
-    """What else than a rollout program would make the rollouts, and what to change."""
-    rollout = "actor_rollout_ref.rollout"
-    loop, manager = read(f"{rollout}.agent.default_agent_loop", SINGLE_TURN), read(MANAGER)
-    tools = ("tool_config_path", "function_tool_path", "interaction_config_path")
-    tools_given = [f"{rollout}.multi_turn.{t}" for t in tools if read(f"{rollout}.multi_turn.{t}")]
-    if read(f"{rollout}.multi_turn.enable", False):
-        tools_given.append(f"{rollout}.multi_turn.enable=True")
-    if loop != SINGLE_TURN:
-        tools_given.append(f"{rollout}.agent.default_agent_loop={loop}")
-    if tools_given:
-        return (
-            f"the run has {', '.join(tools_given)}, and a rollout program makes the completions itself. Give what it "
-            f"needs as parameters of the method, and remove the option."
-        )
-    if manager not in (None, PROGRAM_MANAGER):
-        return f"{MANAGER}={manager} is given, and rollout programs need {PROGRAM_MANAGER}. Remove the option."
-    return None
 
 
 def _own_agent_loop(read: Reader, columns: Sequence[str] | None) -> bool:
@@ -304,8 +277,173 @@ NESTED_COLUMNS = ("extra_info", "reward_model")
 """Columns of verl's data sets whose fields count as columns of their own."""
 
 
-def _no_template(read: Reader) -> str:
-    """What is wrong if a tokenizer on this machine has no chat template, with which verl writes every prompt."""
+# ---- what a run cannot serve: a rule looks at the stack and the config, and says why; empty where it does not apply
+
+Rule = Callable[[MethodStack, Reader], str]
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_SYNC = "Use trainer.v1.trainer_mode=rl_plugins_sync."
+_ONE_REWARD = {
+    "several_rewards": "verl has one reward function. Let it return a dict and say which of its keys are rewards, with "
+    "weights: +rl_plugins.rewards.accuracy=1 +rl_plugins.rewards.format=0.5."
+}
+
+
+def _missing(rules: Sequence[tuple[str, Rule]], stack: MethodStack, read: Reader) -> dict[str, str]:
+    """Hook or signal -> why it is missing; of several reasons the last one."""
+    return {what: why for what, rule in rules if (why := rule(stack, read))}
+
+
+def _no_buffer(stack: MethodStack, read: Reader) -> str:
+    if read.mode != "sync":  # verl's own buffer carries groups over, as the method's host options say
+        return ""
+    return (
+        "groups that go on in a later batch are verl's own in its asynchronous trainer modes. Set "
+        "trainer.v1.trainer_mode=rl_plugins_colocate_async, or rl_plugins_separate_async."
+    )
+
+
+def _tools_make_completions(stack: MethodStack, read: Reader) -> str:
+    given = [f"{ROLLOUT}.multi_turn.{t}" for t in TOOLS if read(f"{ROLLOUT}.multi_turn.{t}")]
+    if read(f"{ROLLOUT}.multi_turn.enable", False):
+        given.append(f"{ROLLOUT}.multi_turn.enable=True")
+    loop = read(f"{ROLLOUT}.agent.default_agent_loop", SINGLE_TURN)
+    if loop != SINGLE_TURN:
+        given.append(f"{ROLLOUT}.agent.default_agent_loop={loop}")
+    if not given:
+        return ""
+    return (
+        f"the run has {', '.join(given)}, and a rollout program makes the completions itself. Give what it "
+        f"needs as parameters of the method, and remove the option."
+    )
+
+
+def _another_manager(stack: MethodStack, read: Reader) -> str:
+    manager = read(MANAGER)
+    if manager in (None, PROGRAM_MANAGER):
+        return ""
+    return f"{MANAGER}={manager} is given, and rollout programs need {PROGRAM_MANAGER}. Remove the option."
+
+
+HOOK_RULES: tuple[tuple[str, Rule], ...] = (
+    ("admit", _no_buffer),
+    ("rollout", _another_manager),
+    ("rollout", _tools_make_completions),
+)
+
+
+def _groups_are_split(stack: MethodStack, read: Reader) -> str:
+    steps = read.optimizer_steps_per_batch
+    if steps <= 1 or not read(f"{ACTOR}.shuffle", False):
+        return ""
+    return f"the batch is shuffled before it is cut into {steps}. Set {ACTOR}.shuffle=False."
+
+
+def _filter_takes_prompts_out(stack: MethodStack, read: Reader) -> str:
+    if not read("algorithm.filter_groups.enable", False):
+        return ""
+    return (
+        "algorithm.filter_groups takes some of the prompts out and draws others. Set "
+        "algorithm.filter_groups.enable=False, or remove the method."
+    )
+
+
+def _buffer_mixes_plans(stack: MethodStack, read: Reader) -> str:
+    if read.mode == "sync":
+        return ""
+    return f"{read.mode} takes groups one by one out of a buffer, so they may be trained in different batches. {_SYNC}"
+
+
+def _engine_reports_one_token(stack: MethodStack, read: Reader) -> str:
+    engine = read(f"{ROLLOUT}.name")
+    if engine in TOP_LOGPROBS:
+        return ""
+    return (
+        f"verl reports only the sampled token's log-prob with {ROLLOUT}.name={engine}; the most likely tokens come "
+        f"from {', '.join(TOP_LOGPROBS)} alone. Remove the method, or its option that needs them."
+    )
+
+
+def _client_drops_top_logprobs(stack: MethodStack, read: Reader) -> str:
+    if read.mode == "sync" or read(f"{ROLLOUT}.name") not in TOP_LOGPROBS:
+        return ""
+    return f"verl's client of {read.mode}, which resumes interrupted requests, drops them. {_SYNC}"
+
+
+def _one_turn(stack: MethodStack, read: Reader) -> str:
+    if stack.claimed("rollout") or _own_agent_loop(read, dataset_columns(read) or ["agent_name"]):
+        return ""
+    return (
+        "every completion is one turn of single_turn_agent. Use an agent loop with several turns "
+        f"({ROLLOUT}.agent.default_agent_loop), or name a method that plays one (turn_control)."
+    )
+
+
+def _no_limit_of_turns(stack: MethodStack, read: Reader) -> str:
+    return "" if stack.claimed("rollout") else NO_TURN_LIMITS
+
+
+def _nothing_closes_rollouts(stack: MethodStack, read: Reader) -> str:
+    return no_redundancy(
+        stack, "verl waits for all rollouts of a prompt. Name a method that plays agents (turn_control)."
+    )
+
+
+def _sampled_from_another_distribution(stack: MethodStack, read: Reader) -> str:
+    truncations = {"top_p": 1.0, "top_k": -1}
+    changed = [f"{k}={read(f'{ROLLOUT}.{k}')}" for k, v in truncations.items() if read(f"{ROLLOUT}.{k}", v) != v]
+    if not changed:
+        return ""
+    return (
+        f"with {', '.join(changed)} the distribution that was sampled is not the policy's. Remove "
+        f"{'it' if len(changed) == 1 else 'them'}."
+    )
+
+
+def _no_rollout_logprobs(stack: MethodStack, read: Reader) -> str:
+    return "" if read(LOGPROBS, True) else f"{LOGPROBS}=False is given. Set it to True."
+
+
+def _no_reference(stack: MethodStack, read: Reader) -> str:
+    if read(f"{ACTOR}.use_kl_loss", False) or read("algorithm.use_kl_in_reward", False):
+        return ""
+    return f"there is no reference policy. Set {ACTOR}.use_kl_loss=True."
+
+
+_SEVERAL = f"Set {ACTOR}.ppo_epochs=2 or more, or a smaller ppo_mini_batch_size"
+
+
+def _one_update(stack: MethodStack, read: Reader) -> str:
+    if read.optimizer_steps_per_batch * read.batches_per_global_step > 1 or read.bypass:
+        return ""
+    return f"every batch is used for one optimizer step, so the ratio of current to old log-probs is 1. {_SEVERAL}."
+
+
+def _nothing_to_correct(stack: MethodStack, read: Reader) -> str:
+    engine = read(f"{ROLLOUT}.name")
+    several = read.optimizer_steps_per_batch * read.batches_per_global_step > 1
+    if several or read.mode != "sync" or engine not in EXACT_ENGINES or read(QUANTIZATION):
+        return ""
+    return (
+        f"every batch is used for one optimizer step and sampled by the trained weights ({ROLLOUT}.name="
+        f"{engine}), so there is nothing to correct. {_SEVERAL}, or an asynchronous trainer_mode, or "
+        f"{QUANTIZATION}, or name a method that replays groups."
+    )
+
+
+def _no_pass_before_the_update(stack: MethodStack, read: Reader) -> str:
+    if not read.bypass:
+        return ""
+    return "with algorithm.rollout_correction.bypass_mode the policy is not run before the update. Remove it."
+
+
+def _fused_kernels(stack: MethodStack, read: Reader) -> str:
+    if not read("actor_rollout_ref.model.use_fused_kernels", False):
+        return ""
+    return "the fused kernels of verl make no logits. Set actor_rollout_ref.model.use_fused_kernels=False."
+
+
+def _no_template(stack: MethodStack, read: Reader) -> str:
+    """A tokenizer on this machine has no chat template, with which verl writes every prompt."""
     model = "actor_rollout_ref.model"
     folder = read(f"{model}.tokenizer_path") or read(f"{model}.path") or ""
     if read(f"{model}.custom_chat_template") or has_template(Path(folder).expanduser()) is not False:
@@ -313,202 +451,231 @@ def _no_template(read: Reader) -> str:
     return f"{NO_TEMPLATE.format(model=folder)} Or set {model}.custom_chat_template."
 
 
-def _missing_signals(stack: MethodStack, settings: Settings, read: Reader) -> dict[str, str]:
-    missing = {}
-    steps = read.optimizer_steps_per_batch
-    if steps > 1 and read("actor_rollout_ref.actor.shuffle", False):
-        missing["whole_groups"] = (
-            f"the batch is shuffled before it is cut into {steps}. Set actor_rollout_ref.actor.shuffle=False."
-        )
-    if read("algorithm.filter_groups.enable", False):
-        missing["whole_batches"] = (
-            "algorithm.filter_groups takes some of the prompts out and draws others. Set "
-            "algorithm.filter_groups.enable=False, or remove the method."
-        )
-    if read.mode != "sync":
-        missing["whole_batches"] = (
-            f"{read.mode} takes groups one by one out of a buffer, so they may be trained in different batches. Use "
-            f"trainer.v1.trainer_mode=rl_plugins_sync."
-        )
-    rollout = "actor_rollout_ref.rollout"
-    engine = read(f"{rollout}.name")
-    if engine not in TOP_LOGPROBS:
-        missing["engine"] = (
-            f"verl reports only the sampled token's log-prob with {rollout}.name={engine}; the most likely tokens come "
-            f"from {', '.join(TOP_LOGPROBS)} alone. Remove the method, or its option that needs them."
-        )
-    elif read.mode != "sync":
-        missing["engine"] = (
-            f"verl's client of {read.mode}, which resumes interrupted requests, drops them. Use "
-            f"trainer.v1.trainer_mode=rl_plugins_sync."
-        )
-    if not stack.claimed("rollout") and not _own_agent_loop(read, dataset_columns(read) or ["agent_name"]):
-        missing["turns"] = (
-            "every completion is one turn of single_turn_agent. Use an agent loop with several turns "
-            f"({rollout}.agent.default_agent_loop), or name a method that plays one (turn_control)."
-        )
-    if not stack.claimed("rollout"):
-        missing["turn_limits"] = NO_TURN_LIMITS
-    if why := no_redundancy(
-        stack, "verl waits for all rollouts of a prompt. Name a method that plays agents (turn_control)."
-    ):
-        missing["redundancy"] = why
-    truncations = {"top_p": 1.0, "top_k": -1}
-    changed = [f"{k}={read(f'{rollout}.{k}')}" for k, v in truncations.items() if read(f"{rollout}.{k}", v) != v]
-    if changed:
-        missing["rollout_logprobs"] = (
-            f"with {', '.join(changed)} the distribution that was sampled is not the policy's. Remove "
-            f"{'it' if len(changed) == 1 else 'them'}."
-        )
-    if not read(LOGPROBS, True):
-        missing["rollout_logprobs"] = f"{LOGPROBS}=False is given. Set it to True."
-    if not (read("actor_rollout_ref.actor.use_kl_loss", False) or read("algorithm.use_kl_in_reward", False)):
-        missing["ref_logprobs"] = "there is no reference policy. Set actor_rollout_ref.actor.use_kl_loss=True."
-    if read.optimizer_steps_per_batch * read.batches_per_global_step <= 1:
-        several = "Set actor_rollout_ref.actor.ppo_epochs=2 or more, or a smaller ppo_mini_batch_size"
-        if not read.bypass:
-            missing["several_updates"] = (
-                f"every batch is used for one optimizer step, so the ratio of current to old log-probs is 1. {several}."
-            )
-        if read.mode == "sync" and engine in EXACT_ENGINES and not read(QUANTIZATION):
-            missing["off_policy"] = (
-                f"every batch is used for one optimizer step and sampled by the trained weights ({rollout}.name="
-                f"{engine}), so there is nothing to correct. {several}, or an asynchronous trainer_mode, or "
-                f"{QUANTIZATION}, or name a method that replays groups."
-            )
-    if read.bypass:
-        missing["entropies"] = missing["sum_squared_probs"] = (
-            "with algorithm.rollout_correction.bypass_mode the policy is not run before the update. Remove it."
-        )
-    if read("actor_rollout_ref.model.use_fused_kernels", False):
-        missing["sum_squared_probs"] = (
-            "the fused kernels of verl make no logits. Set actor_rollout_ref.model.use_fused_kernels=False."
-        )
-    if problem := _no_template(read):
-        missing["chat_template"] = problem
-    if len(settings.rewards) < 2:
-        missing["several_rewards"] = (
-            "verl has one reward function. Let it return a dict and say which of its keys are rewards, with weights: "
-            "+rl_plugins.rewards.accuracy=1 +rl_plugins.rewards.format=0.5."
-        )
-    if read("actor_rollout_ref.rollout.multi_turn.enable", False):
-        missing["messages"] = "conversations with tools are not kept by verl's agent loops."
-    return missing
+def _no_conversations(stack: MethodStack, read: Reader) -> str:
+    if not read(f"{ROLLOUT}.multi_turn.enable", False):
+        return ""
+    return "conversations with tools are not kept by verl's agent loops."
 
 
-def _refused(stack: MethodStack, read: Reader) -> Iterator[str]:
-    """Combinations that cannot be exact: a paragraph for each that this run has."""
-    sync = "Use trainer.v1.trainer_mode=rl_plugins_sync."
-    rounds = ", ".join(f"`{m.name}`" for m in stack.methods if m.rounds)
-    if rounds and read.mode != "sync":
-        yield f"{rounds} generates in rounds, and a batch of {read.mode} is generated ahead of time. {sync}"
-    deciding = ", ".join(f"`{m.name}`" for m in stack.methods if m.decides_rollouts and not m.rounds)
-    if deciding and read.mode != "sync":
-        yield (
-            f"{deciding} decides how many rollouts prompts get, and {read.mode} takes batches out of a buffer of "
-            f"groups, each of {read.group_size} rollouts. {sync}"
-        )
-    if stack.rows_per_rollout > 1 and read.mode != "sync":
-        names = ", ".join(f"`{m.name}`" for m in stack.methods if m.rows_per_rollout > 1)
-        yield (
-            f"{names} makes up to {stack.rows_per_rollout} rows of a rollout, so a batch holds fewer prompts, and "
-            f"{read.mode} takes a fixed number of prompts out of its buffer. {sync}"
-        )
+SIGNAL_RULES: tuple[tuple[str, Rule], ...] = (
+    ("whole_groups", _groups_are_split),
+    ("whole_batches", _filter_takes_prompts_out),
+    ("whole_batches", _buffer_mixes_plans),
+    ("engine", _engine_reports_one_token),
+    ("engine", _client_drops_top_logprobs),
+    ("turns", _one_turn),
+    ("turn_limits", _no_limit_of_turns),
+    ("redundancy", _nothing_closes_rollouts),
+    ("rollout_logprobs", _sampled_from_another_distribution),
+    ("rollout_logprobs", _no_rollout_logprobs),
+    ("ref_logprobs", _no_reference),
+    ("several_updates", _one_update),
+    ("off_policy", _nothing_to_correct),
+    ("entropies", _no_pass_before_the_update),
+    ("sum_squared_probs", _no_pass_before_the_update),
+    ("sum_squared_probs", _fused_kernels),
+    ("chat_template", _no_template),
+    ("messages", _no_conversations),
+)
+
+
+def _rounds_ahead_of_time(stack: MethodStack, read: Reader) -> str:
+    names = _who(stack, lambda m: m.rounds)
+    if not names or read.mode == "sync":
+        return ""
+    return f"{names} generates in rounds, and a batch of {read.mode} is generated ahead of time. {_SYNC}"
+
+
+def _groups_of_one_size(stack: MethodStack, read: Reader) -> str:
+    names = _who(stack, lambda m: m.decides_rollouts and not m.rounds)
+    if not names or read.mode == "sync":
+        return ""
+    return (
+        f"{names} decides how many rollouts prompts get, and {read.mode} takes batches out of a buffer of "
+        f"groups, each of {read.group_size} rollouts. {_SYNC}"
+    )
+
+
+def _fixed_number_of_prompts(stack: MethodStack, read: Reader) -> str:
+    if stack.rows_per_rollout == 1 or read.mode == "sync":
+        return ""
+    return (
+        f"{_who(stack, lambda m: m.rows_per_rollout > 1)} makes up to {stack.rows_per_rollout} rows of a rollout, so a "
+        f"batch holds fewer prompts, and {read.mode} takes a fixed number of prompts out of its buffer. {_SYNC}"
+    )
+
+
+def _media_beside_programs(stack: MethodStack, read: Reader) -> str:
     columns = dataset_columns(read) or ()
     media = [name for kind in ("image", "video", "audio") if (name := read(f"data.{kind}_key", f"{kind}s")) in columns]
-    if media and stack.claimed("rollout"):
-        yield (
-            f"{_names(stack, 'rollout')} is a rollout program, which sees token ids only, and the dataset has the "
-            f"columns {', '.join(media)}. Remove the method."
-        )
-    filtering = bool(read("algorithm.filter_groups.enable", False))
-    if filtering and "whole_batches" not in stack.needs and stack.claimed("plan", "select_prompts"):
-        yield (
-            f"{_names(stack, 'plan', 'select_prompts')} plans what is generated, and algorithm.filter_groups would "
-            f"replace part of it behind its back. Set algorithm.filter_groups.enable=False, or remove the method."
-        )
-    estimator = read("algorithm.adv_estimator")
-    if rounds and estimator != "grpo" and not stack.claimed("advantages"):
-        yield (
-            f"{rounds} makes groups of several waves, which algorithm.adv_estimator={estimator} would see as groups of "
-            f"their own. Use algorithm.adv_estimator=grpo or a method that makes advantages."
-        )
-    critic = read("critic.enable")
+    if not media or not stack.claimed("rollout"):
+        return ""
+    return (
+        f"{_names(stack, 'rollout')} is a rollout program, which sees token ids only, and the dataset has the "
+        f"columns {', '.join(media)}. Remove the method."
+    )
+
+
+def _filter_replaces_planned(stack: MethodStack, read: Reader) -> str:
+    planned = ("plan", "select_prompts")
+    filtering = read("algorithm.filter_groups.enable", False)
+    if not filtering or "whole_batches" in stack.needs or not stack.claimed(*planned):
+        return ""
+    return (
+        f"{_names(stack, *planned)} plans what is generated, and algorithm.filter_groups would "
+        f"replace part of it behind its back. Set algorithm.filter_groups.enable=False, or remove the method."
+    )
+
+
+def _waves_as_groups(stack: MethodStack, read: Reader) -> str:
+    names, estimator = _who(stack, lambda m: m.rounds), read("algorithm.adv_estimator")
+    if not names or estimator == "grpo" or stack.claimed("advantages"):
+        return ""
+    return (
+        f"{names} makes groups of several waves, which algorithm.adv_estimator={estimator} would see as groups of "
+        f"their own. Use algorithm.adv_estimator=grpo or a method that makes advantages."
+    )
+
+
+def _critic_of_other_returns(stack: MethodStack, read: Reader) -> str:
     changing = ("plan", "select", "advantages", "shape")
-    if (bool(critic) if critic is not None else estimator == "gae") and stack.claimed(*changing):
-        yield (
-            f"{_names(stack, *changing)} changes rows or advantages, and the critic would be trained on returns that "
-            f"do not belong to them. Use an estimator without critic (algorithm.adv_estimator=grpo), or remove the "
-            f"method."
-        )
-    if "chat_template" not in stack.needs and not _own_agent_loop(read, columns) and (why := _no_template(read)):
-        yield f"verl writes every prompt as a conversation, and {why}"
+    critic = read("critic.enable", read("algorithm.adv_estimator") == "gae")
+    if not critic or not stack.claimed(*changing):
+        return ""
+    return (
+        f"{_names(stack, *changing)} changes rows or advantages, and the critic would be trained on returns that "
+        f"do not belong to them. Use an estimator without critic (algorithm.adv_estimator=grpo), or remove the "
+        f"method."
+    )
+
+
+def _prompts_without_template(stack: MethodStack, read: Reader) -> str:
+    if "chat_template" in stack.needs or _own_agent_loop(read, dataset_columns(read) or ()):
+        return ""
+    why = _no_template(stack, read)
+    return why and f"verl writes every prompt as a conversation, and {why}"
+
+
+def _penalty_in_rewards(stack: MethodStack, read: Reader) -> str:
     rewarding = ("plan", "select", "rewards", "advantages")
-    if read("algorithm.use_kl_in_reward", False) and stack.claimed(*rewarding):
-        yield (
-            f"{_names(stack, *rewarding)} works with rewards that do not contain the KL penalty of "
-            f"algorithm.use_kl_in_reward. Set it to False and use actor_rollout_ref.actor.use_kl_loss=True, or remove "
-            f"the method."
-        )
-    yield from _no_older_weights(stack, read)
-    loss = read("actor_rollout_ref.actor.loss_agg_mode")
-    factor = read("actor_rollout_ref.actor.loss_scale_factor")
+    if not read("algorithm.use_kl_in_reward", False) or not stack.claimed(*rewarding):
+        return ""
+    return (
+        f"{_names(stack, *rewarding)} works with rewards that do not contain the KL penalty of "
+        f"algorithm.use_kl_in_reward. Set it to False and use {ACTOR}.use_kl_loss=True, or remove "
+        f"the method."
+    )
+
+
+def _generating(stack: MethodStack) -> str:
+    """Who needs log-probs of older weights; empty if nobody does."""
+    names = _who(stack, lambda m: m.old_policy == "generating")
+    return names and f"{names} needs log-probs of the weights that generated each token"
+
+
+def _no_older_weights(stack: MethodStack, read: Reader) -> str:
+    why = _generating(stack)
+    if not why or read.mode != "colocate_async":
+        return ""
+    return (
+        f"{why}, and {read.mode} keeps no older weights. Use trainer.v1.trainer_mode=rl_plugins_separate_async "
+        f"or rl_plugins_sync."
+    )
+
+
+def _every_version_is_kept(stack: MethodStack, read: Reader) -> str:
+    why = _generating(stack)
+    if not why or read.mode != "separate_async" or read(MAX_VERSIONS) is not None:
+        return ""
+    return (
+        f"{why}, and {MAX_VERSIONS} is not set, so rows may be of any age and the workers would keep every "
+        f"version. Set it: as many copies of the weights are kept in CPU memory."
+    )
+
+
+def _weights_are_offloaded(stack: MethodStack, read: Reader) -> str:
+    why, option = _generating(stack), f"{ACTOR}.fsdp_config.param_offload"
+    if not why or read.mode != "separate_async" or not read(option, False):
+        return ""
+    return f"{why}, and verl can copy and restore weights only while they are on the device. Set {option}=False."
+
+
+def _divided_by_padding(stack: MethodStack, read: Reader) -> str:
     losing = ("plan", "select", "shape", "policy_loss", "regularize")
-    if loss == "seq-mean-token-sum-norm" and factor is None and stack.claimed(*losing):
-        yield (
-            f"{_names(stack, *losing)} cannot be exact with loss_agg_mode={loss}: without loss_scale_factor verl "
-            f"divides by the width of the padded micro-batch. Set actor_rollout_ref.actor.loss_scale_factor, for "
-            f"example to {read('data.max_response_length')} (data.max_response_length)."
-        )
-    replaying = ", ".join(f"`{m.name}`" for m in stack.methods if "off_policy" in m.brings)
-    model = "reward.reward_model"
-    if replaying and read(f"{model}.enable", False) and not read(f"{model}.enable_resource_pool", False):
-        yield (
-            f"{replaying} gives completions with their rewards, and a reward model on the devices of the trainer "
-            f"scores every row again. Give it devices of its own ({model}.enable_resource_pool=True), or remove the "
-            f"method."
-        )
-    if read("distillation.enabled", False):
-        names = ", ".join(f"`{n}`" for n in stack.names)
-        yield f"{names}: methods are not served together with distillation, which has a loss of its own. Set it off."
-    strategy = read("actor_rollout_ref.actor.strategy")
-    if strategy not in TESTED_ENGINES and not untested_allowed():
-        yield (
-            f"actor_rollout_ref.actor.strategy={strategy} was never run with rl-plugins; tested: "
-            f"{', '.join(TESTED_ENGINES)}. Use one of those, or set RL_PLUGINS_ALLOW_UNTESTED=1 to try."
-        )
-    if read.mode == "separate_async" and not read("actor_rollout_ref.hybrid_engine", True):
-        source = Path(verl_folder()) / "trainer" / "ppo" / "v1" / "trainer_separate_async.py"
-        if "flush=True" in source.read_text(encoding="utf-8"):  # patches/verl/V1 mends it
-            yield (
-                "actor_rollout_ref.hybrid_engine=False ends verl 0.9.1 with a TypeError in separate_async (a logging "
-                "call), after everything was started. Leave it True, or apply patches/verl/V1."
-            )
+    loss, factor = read(f"{ACTOR}.loss_agg_mode"), read(f"{ACTOR}.loss_scale_factor")
+    if loss != "seq-mean-token-sum-norm" or factor is not None or not stack.claimed(*losing):
+        return ""
+    return (
+        f"{_names(stack, *losing)} cannot be exact with loss_agg_mode={loss}: without loss_scale_factor verl "
+        f"divides by the width of the padded micro-batch. Set {ACTOR}.loss_scale_factor, for "
+        f"example to {read('data.max_response_length')} (data.max_response_length)."
+    )
 
 
-def _no_older_weights(stack: MethodStack, read: Reader) -> Iterator[str]:
-    """Why log-probs of the weights that generated each token cannot be had, where a method asks for them."""
-    names = ", ".join(f"`{m.name}`" for m in stack.methods if m.old_policy == "generating")
-    if not names:
-        return
-    why = f"{names} needs log-probs of the weights that generated each token"
-    if read.mode == "colocate_async":
-        yield (
-            f"{why}, and {read.mode} keeps no older weights. Use trainer.v1.trainer_mode=rl_plugins_separate_async "
-            f"or rl_plugins_sync."
-        )
-    if read.mode != "separate_async":
-        return
-    if read(MAX_VERSIONS) is None:
-        yield (
-            f"{why}, and {MAX_VERSIONS} is not set, so rows may be of any age and the workers would keep every "
-            f"version. Set it: as many copies of the weights are kept in CPU memory."
-        )
-    if read("actor_rollout_ref.actor.fsdp_config.param_offload", False):
-        yield (
-            f"{why}, and verl can copy and restore weights only while they are on the device. Set "
-            f"actor_rollout_ref.actor.fsdp_config.param_offload=False."
-        )
+def _reward_model_scores_again(stack: MethodStack, read: Reader) -> str:
+    names, model = _who(stack, lambda m: "off_policy" in m.brings), "reward.reward_model"
+    if not names or not read(f"{model}.enable", False) or read(f"{model}.enable_resource_pool", False):
+        return ""
+    return (
+        f"{names} gives completions with their rewards, and a reward model on the devices of the trainer "
+        f"scores every row again. Give it devices of its own ({model}.enable_resource_pool=True), or remove the "
+        f"method."
+    )
+
+
+def _distillation(stack: MethodStack, read: Reader) -> str:
+    if not read("distillation.enabled", False):
+        return ""
+    names = ", ".join(f"`{n}`" for n in stack.names)
+    return f"{names}: methods are not served together with distillation, which has a loss of its own. Set it off."
+
+
+def _untested_engine(stack: MethodStack, read: Reader) -> str:
+    strategy = read(f"{ACTOR}.strategy")
+    if strategy in TESTED_ENGINES or untested_allowed():
+        return ""
+    return (
+        f"{ACTOR}.strategy={strategy} was never run with rl-plugins; tested: "
+        f"{', '.join(TESTED_ENGINES)}. Use one of those, or set RL_PLUGINS_ALLOW_UNTESTED=1 to try."
+    )
+
+
+def _two_engines_end_verl(stack: MethodStack, read: Reader) -> str:
+    if read.mode != "separate_async" or read("actor_rollout_ref.hybrid_engine", True):
+        return ""
+    source = Path(verl_folder()) / "trainer" / "ppo" / "v1" / "trainer_separate_async.py"
+    if "flush=True" not in source.read_text(encoding="utf-8"):  # patches/verl/V1 mends it
+        return ""
+    return (
+        "actor_rollout_ref.hybrid_engine=False ends verl 0.9.1 with a TypeError in separate_async (a logging "
+        "call), after everything was started. Leave it True, or apply patches/verl/V1."
+    )
+
+
+REFUSED: tuple[Rule, ...] = (
+    _rounds_ahead_of_time,
+    _groups_of_one_size,
+    _fixed_number_of_prompts,
+    _media_beside_programs,
+    _filter_replaces_planned,
+    _waves_as_groups,
+    _critic_of_other_returns,
+    _prompts_without_template,
+    _penalty_in_rewards,
+    _no_older_weights,
+    _every_version_is_kept,
+    _weights_are_offloaded,
+    _divided_by_padding,
+    _reward_model_scores_again,
+    _distillation,
+    _untested_engine,
+    _two_engines_end_verl,
+)
+"""Combinations that cannot be exact."""
+
+
+def _who(stack: MethodStack, test: Callable[[Method], bool]) -> str:
+    return ", ".join(f"`{m.name}`" for m in stack.methods if test(m))
 
 
 def _names(stack: MethodStack, *hooks: str) -> str:
