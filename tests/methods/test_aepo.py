@@ -19,7 +19,7 @@ from torch import Tensor
 from waiting import NEVER, SOON, Stuck, until
 
 from rl_plugins.cards.card_file import card_file
-from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.losses import aggregate, ppo_clip
 from rl_plugins.core.params import build_params
 from rl_plugins.core.requests import Kind, Trajectory
@@ -589,9 +589,13 @@ def test_environments_that_break_hang_or_cannot_be_copied(stuck: Stuck) -> None:
     assert len(rows) == 6 and logged["aepo_rollout/branches"] == 0 and logged["aepo_rollout/restarts"] == 3
     assert environment.alive["closed"] == environment.alive["made"] == 6
     environment = talk(fails="reset")
-    with pytest.raises(MethodError, match="cannot be reset: ValueError: closed today"):
-        played(2, environment=environment)
-    assert environment.alive["closed"] == environment.alive["made"]
+    rows, engine, logged = played(5, environment=environment)
+    assert len(rows) == environment.alive["made"] == environment.alive["closed"] == 5 and not engine.requests
+    for row in rows:
+        assert len(row) == 0 and "cannot be reset: ValueError: closed today" in row.meta["error"]
+        assert math.isnan(row.meta["score"]) and row.rewards is not None
+    rows, engine, _ = played(5, environment=talk(fails="reset"), probe=True)
+    assert len(rows) == 5 and not engine.requests  # nothing is probed
 
 
 def test_an_environment_that_ends_early_ends_its_chain() -> None:
@@ -697,7 +701,7 @@ def test_parameters_out_of_range(name: str, params: dict[str, Any]) -> None:
 
 
 def test_the_bundle_needs_an_environment() -> None:
-    with pytest.raises(ConfigError, match="no environment to act in"):
+    with pytest.raises(ConfigError, match="`environment` is not given"):
         build_stack("aepo")
     stack = build_stack("aepo", {"aepo_rollout": {"environment": Talk, "top_logprobs": 5}})
     assert stack.names == list(AEPO.parts)

@@ -481,19 +481,21 @@ def test_copies_are_closed() -> None:
         run(cleaner(Fixed, copy_environment=True), script({"<q>": "a[0]"}))
 
 
-def test_a_rollout_without_an_environment_is_left_out() -> None:
+def test_a_rollout_without_an_environment_is_a_row_without_a_reward() -> None:
     class Never(Tool):
         def reset(self, columns: Any) -> Observation:
             raise OSError("no port")
 
-    with pytest.raises(MethodError, match="none of the environments of a prompt's rollouts could be reset"):
-        run(cleaner(Never), script({"<q>": "a[0]"}), n=2)
+    for t in run(cleaner(Never), script({"<q>": "a[0]"}), n=2):
+        assert len(t) == 0 and math.isnan(t.meta["score"]) and t.meta["stop_reason"] == "error"
+        assert "no port" in t.meta["error"] and t.meta["calls"] == t.meta["turns"] == 0
     count = iter(range(9))
 
     def sometimes() -> Tool:
         return Never() if next(count) == 1 else Tool()
 
-    assert len(run(cleaner(sometimes), script({"<q>": "="}), n=3)) == 2
+    rows = run(cleaner(sometimes), script({"<q>": "="}), n=3)
+    assert sorted(len(t) > 0 for t in rows) == [False, True, True]
 
 
 def test_errors_by_text() -> None:
@@ -563,7 +565,7 @@ def test_the_demo_environment() -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"environment": None}, "rl_plugins.lab.demo.environments:Calculator"),
+        ({"environment": None}, "rl_plugins.lab.demo.environments:Grid"),
         ({"note": "{times} times"}, "cannot be filled in"),
         ({"gamma": -0.1}, "`gamma` is -0.1"),
         ({"rollback_probability": 1.1}, "`rollback_probability` is 1.1"),

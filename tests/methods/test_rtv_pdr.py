@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import NEVER, Stuck
 
-from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.params import build_params
 from rl_plugins.core.requests import Kind, Prompt, Trajectory
 from rl_plugins.kit.agents import Observation
@@ -642,8 +642,45 @@ def test_an_environment_that_breaks_in_a_turn_is_an_attempt_like_others() -> Non
         def reset(self, columns: Mapping[str, Any]) -> Observation:
             raise RuntimeError("no display")
 
-    with pytest.raises(MethodError, match="cannot be reset.*no display"):
-        evaluate(TableEngine(policy(LETTERS)), environment=Closed, attempts=2)
+    engine = TableEngine(policy(LETTERS))
+    (row,) = evaluate(engine, environment=Closed, attempts=2)
+    assert len(row) == 0 and "no display" in row.meta["error"] and math.isnan(row.meta["score"])
+    assert not engine.requests  # neither played, nor summarized or judged
+
+
+@pytest.mark.parametrize("training", [None, "plain", "refined", "hard"])
+def test_attempts_without_an_environment_are_not_compared(training: str | None) -> None:
+    made = iter(range(99))
+
+    class Every(Room):
+        def reset(self, columns: Mapping[str, Any]) -> Observation:
+            if next(made) % 2:
+                raise RuntimeError("no display")
+            return super().reset(columns)
+
+    shown: list[str] = []
+    engine = TableEngine(policy(LETTERS), reward=lambda text, columns: 0.0)
+    method = RtvPdr(
+        build_params(
+            RtvPdr.Params,
+            {
+                "environment": Every,
+                "attempts": 4,
+                "summarizer": lambda problem, attempt: shown.append(attempt) or attempt,
+                "judge": lambda problem, said: 1,
+                **({"training": training} if training else {}),
+            },
+            "rtv_pdr",
+        )
+    )
+    prompt = make_prompt(engine.chat, "p", n=4 if training else 1, training=bool(training), reward_names=("r",))
+    rows = [row for (row,) in run_program(method, prompt, engine)]
+    lost = [row for row in rows if row.meta["error"]]
+    assert all(shown) and bool(shown) == (training != "plain")
+    if training:
+        assert len(rows) == 4 and len(lost) == 2 and all(math.isnan(row.rewards["r"]) for row in lost)
+    else:
+        assert not lost
 
 
 # ---- parameters

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import NEVER, SOON, Stuck
 
-from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Method
 from rl_plugins.core.params import build_params
 from rl_plugins.core.requests import Kind, Trajectory, together
@@ -242,7 +242,7 @@ def test_a_broken_environment_ends_the_episode(
     check_books(engine, t)
 
 
-def test_a_rollout_without_an_environment_is_left_out() -> None:
+def test_a_rollout_without_an_environment_is_a_row_without_a_reward() -> None:
     made: list[Room] = []
 
     class Sometimes(Room):
@@ -253,15 +253,13 @@ def test_a_rollout_without_an_environment_is_left_out() -> None:
             return super().reset(columns)
 
     Sometimes.closed = 0
-    assert len(rollouts_of(control(Sometimes, limit=1), policy(), n=4, max_tokens=500)) == 3
+    rows = rollouts_of(control(Sometimes, limit=1), policy(), n=4, max_tokens=500, reward_names=("r", "s"))
     assert Sometimes.closed == 4  # every one is closed, and the one that failed
-
-    class Never(Room):
-        def reset(self, columns: Any) -> Observation:
-            raise OSError("no port")
-
-    with pytest.raises(MethodError, match="none of the environments of a prompt's rollouts could be reset"):
-        rollouts_of(control(Never, limit=1), policy(), n=2, max_tokens=500)
+    (row,) = (t for t in rows if t.meta["error"])
+    assert row.tokens == () == row.turns and set(row.rewards or {}) == {"r", "s"}
+    assert all(math.isnan(r) for r in (row.meta["score"], *(row.rewards or {}).values()))
+    assert (row.meta["stop_reason"], row.meta["turns"], row.meta["done"]) == ("error", 0, False)
+    assert sum(t.rewards is None and t.meta["turns"] == 1 for t in rows) == 3
 
 
 def test_a_prompt_alone_and_among_others_is_the_same() -> None:
