@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -13,23 +12,7 @@ import yaml
 from rl_plugins.core.errors import ConfigError, did_you_mean, shortened, shown
 from rl_plugins.runtime.config_text import LARGEST, read_json_or_yaml, read_yaml
 
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
-)
-MERGE_BOMB = "a: &a {k: 1}\n" + "".join(
-    f"{new}: &{new}\n  <<: [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
-)
-
 REFUSED = {
-    "aliases that stand for a billion": (BOMB, "more than 50000 values"),
-    "merges that stand for a billion": (MERGE_BOMB, "more than 50000 values"),
-    "an alias of itself": ("a: &a [*a]", "more than 50 levels"),
-    "deep": ("a: " + "[" * 100_000, "more than 50 levels"),
-    "deep and closed": ("a: " + "[" * 60 + "]" * 60, "more than 50 levels"),
-    "deep in blocks": ("- " * 100_000 + "x", "more than 50 levels"),
-    "thousands of digits": ("a: " + "9" * 5000, "ValueError: Exceeds the limit"),
-    "thousands of digits in hexadecimal": ("a: 0x" + "f" * 5000, "a whole number of about 6000 digits"),
-    "a key of thousands of digits": ("a: {0x" + "f" * 600 + ": 1}", "a whole number of about 720 digits"),
     "an integer as key": ("1: {b: 2}", r"the key 1 \(int\) is no text; put it in quotes"),
     "true as key": ("on: 3", r"the key True \(bool\) is no text"),
     "a list as key": ("[1, 2]: 3", "found unhashable key"),
@@ -95,12 +78,6 @@ def test_everything_else_is_read_as_pyyaml_does(text: str, tmp_path: Path) -> No
     [
         ('{"a": 1, "a": 2}', "as JSON: the key 'a' stands twice"),
         ('{"b": {"a": 1, "a": 2}}', "as JSON: the key 'a' stands twice"),
-        ("[" * 100_000, "more than 50 levels"),
-        ("[" * 60 + "]" * 60, "as JSON: it has more than 50 levels"),
-        ('{"a": ' + "9" * 5000 + "}", "as JSON: Exceeds the limit"),
-        ('{"a": ' + "9" * 4000 + "}", "as JSON: it has a whole number of about"),
-        (json.dumps([0] * 60_000), "as JSON: it has more than 50000 values"),
-        ("x" * (LARGEST + 1), "and 1048576 are the most"),
         ("{a: [1", "as YAML: "),
         ("{1: 2}", "the key 1 "),
     ],

@@ -341,17 +341,11 @@ def _int(value: Any, d: _Declared) -> Any:
         number = int(number)
     if not isinstance(number, int):
         raise _wrong(d.name, value, "a whole number")
-    if number.bit_length() > 1024:  # Python does not even write one of thousands of digits
-        raise _wrong(d.name, value, "a whole number that a float can hold")
     return _within(number, d.name, d.limits)
 
 
 def _float(value: Any, d: _Declared) -> Any:
-    number = _spelled(value, float, d, "a number")
-    try:
-        number = float(number)
-    except OverflowError:
-        raise _wrong(d.name, value, "a number that a float can hold") from None
+    number = float(_spelled(value, float, d, "a number"))
     if math.isnan(number) or (math.isinf(number) and not d.allow_inf):
         raise _wrong(d.name, value, "a finite number")
     return _within(number, d.name, d.limits)

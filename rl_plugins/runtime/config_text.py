@@ -10,9 +10,6 @@ from typing import Any
 from rl_plugins.core.errors import ConfigError, shortened, shown
 
 LARGEST = 2**20  # bytes of a file or a text
-DEEPEST = 50  # levels of lists and mappings
-MOST_VALUES = 50_000  # values in all; one that is named by several aliases counts each time
-LARGEST_INTEGER = 1024  # bits; a float holds no more
 
 
 def read_yaml(source: Path | str, what: str = "The config") -> Any:
@@ -22,9 +19,8 @@ def read_yaml(source: Path | str, what: str = "The config") -> Any:
         what: how messages begin: "The config 'run.yaml'".
 
     Raises:
-        ConfigError: there is no such file, it is no YAML (binary, say), it has a key twice or a key of the outermost
-            mapping that is no text, or it is beyond what a config can be: too large, too deep, aliases that stand for
-            too much, an integer that no number of a config can be.
+        ConfigError: there is no such file, it is no YAML (binary, say), it is larger than a config can be, it has a
+            key twice, or a key of the outermost mapping that is no text.
     """
     import yaml
 
@@ -35,8 +31,6 @@ def read_yaml(source: Path | str, what: str = "The config") -> Any:
             found = loader.get_single_data()
         finally:
             loader.dispose()
-    except RecursionError:
-        raise _unreadable(what, "YAML", f"it has more than {DEEPEST} levels") from None
     except ConfigError as e:
         raise _unreadable(what, "YAML", str(e)) from None
     except yaml.YAMLError as e:
@@ -53,17 +47,11 @@ def read_json_or_yaml(text: str, what: str) -> Any:
     Raises:
         ConfigError: as `read_yaml`.
     """
-    if len(text) > LARGEST:
-        raise _unreadable(what, "JSON or YAML", f"it has {len(text)} characters, and {LARGEST} are the most")
     try:
         found = json.loads(text, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError:
         return read_yaml(text, what)
-    except RecursionError:
-        raise _unreadable(what, "JSON", f"it has more than {DEEPEST} levels") from None
-    except ConfigError as e:
-        raise _unreadable(what, "JSON", str(e)) from None
-    except ValueError as e:  # an integer of more digits than Python converts
+    except (ConfigError, ValueError, RecursionError) as e:
         raise _unreadable(what, "JSON", shortened(e)) from None
     return _checked(found, what, "JSON")
 
@@ -83,27 +71,13 @@ def _bytes_of(source: Path | str, what: str) -> bytes:
 
 
 def _checked(found: Any, what: str, form: str) -> Any:
-    """`found`, if a config can be that."""
+    """`found`, if its outermost keys are texts."""
     if isinstance(found, Mapping):
         for key in found:
             if not isinstance(key, str):
                 raise _unreadable(
                     what, form, f"the key {shown(key, 80)} ({type(key).__name__}) is no text; put it in quotes"
                 )
-    waiting, count = [(found, 1)], 0
-    while waiting:
-        value, depth = waiting.pop()
-        count += 1
-        if count > MOST_VALUES:
-            raise _unreadable(what, form, f"it has more than {MOST_VALUES} values, aliases followed")
-        if depth > DEEPEST:
-            raise _unreadable(what, form, f"it has more than {DEEPEST} levels")
-        if isinstance(value, int) and value.bit_length() > LARGEST_INTEGER:
-            raise _unreadable(what, form, f"it has {shown(value)}, which no number of a config can be")
-        if isinstance(value, Mapping):
-            waiting += [(part, depth + 1) for pair in value.items() for part in pair]
-        elif isinstance(value, (list, tuple, set)):
-            waiting += [(part, depth + 1) for part in value]
     return found
 
 
@@ -121,7 +95,7 @@ def _unreadable(what: str, form: str, why: str) -> ConfigError:
 
 
 def _loader() -> Any:
-    """PyYAML's safe loader, which refuses a key that stands twice, and merges (`<<`) that stand for too much."""
+    """PyYAML's safe loader, which refuses a key that stands twice."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -140,10 +114,5 @@ def _loader() -> Any:
                     )
                 seen[name] = line
             return node
-
-        def flatten_mapping(self, node: Any) -> None:
-            super().flatten_mapping(node)
-            if len(node.value) > MOST_VALUES:
-                raise ConfigError(f"it has more than {MOST_VALUES} values, merged mappings followed")
 
     return Loader

@@ -9,7 +9,6 @@ from typing import Any
 from rl_plugins.core.errors import ConfigError, did_you_mean, shortened, shown
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.chat import TokenizerChat
-from rl_plugins.runtime.config_text import DEEPEST, MOST_VALUES
 from rl_plugins.runtime.stack import (
     MAX_UNREWARDED_BATCHES,
     MethodStack,
@@ -106,31 +105,16 @@ def read_settings(config: Any) -> Settings | None:
 
 
 def plain_values(node: Any) -> Any:
-    """A node of OmegaConf as plain lists and mappings, interpolations followed one by one, for they can stand for more
-    than any memory holds.
+    """A node of OmegaConf as plain lists and mappings, interpolations followed.
 
     Raises:
-        ConfigError: too many values or levels, or an interpolation that cannot be followed.
+        ConfigError: an interpolation that cannot be followed.
     """
-    from omegaconf import DictConfig, ListConfig
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    count = 0
-
-    def plain(value: Any, depth: int) -> Any:
-        nonlocal count
-        count += 1
-        if count > MOST_VALUES or depth > DEEPEST:
-            raise ConfigError(
-                f"The node `rl_plugins` of the config has more than {MOST_VALUES} values or {DEEPEST} levels, "
-                f"interpolations followed. Write out what the methods need."
-            )
-        if isinstance(value, DictConfig):
-            return {key: plain(value[key], depth + 1) for key in value}
-        return [plain(part, depth + 1) for part in value] if isinstance(value, ListConfig) else value
-
     try:
-        return plain(node, 1)
+        return OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if OmegaConf.is_config(node) else node
     except (OmegaConfBaseException, RecursionError) as e:
         raise ConfigError(f"The node `rl_plugins` of the config cannot be read: {shortened(e, 300)}.") from None
 

@@ -12,12 +12,6 @@ from rl_plugins.trl.commands.script import sort_arguments
 
 LONG = "x" * 20_000
 FILES = {
-    "a bomb": (
-        "a: &a [x, x]\n" + "".join(f"{n}: &{n} [{f'*{o}, ' * 90}]\n" for o, n in zip("abc", "bcd", strict=True)),
-        "more than",
-    ),
-    "digits": ("method_params: {mc_grpo: {mad_eps: " + "9" * 5000 + "}}", "is not readable as YAML"),
-    "levels": ("methods: " + "[" * 100_000, "levels"),
     "an integer as key": ("1: 2", "the key 1 (int) is no text"),
     "a long env": (f"env: {LONG}", "it must map variables to values"),
     "a long key": (f"{LONG[:900]}: 1", "which neither `trl grpo` nor `accelerate launch` knows"),

@@ -9,7 +9,6 @@ from messages import raises
 from omegaconf import OmegaConf
 
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.verl import config as verl_config
 from rl_plugins.verl.config import compose, plain_values, read_settings
 
 LONG = "x" * 20_000
@@ -35,15 +34,6 @@ def test_a_node_that_cannot_be_is_refused_in_few_words(name: str) -> None:
     assert why in str(e.value) and len(str(e.value)) < 600
 
 
-def test_interpolations_that_stand_for_a_million_values(monkeypatch: Any) -> None:
-    monkeypatch.setattr(verl_config, "MOST_VALUES", 500)
-    params: dict[str, Any] = {"a": ["x"] * 10}
-    for old, new in zip("abcde", "bcdef", strict=True):
-        params[new] = [f"${{rl_plugins.method_params.{old}}}"] * 10
-    with raises(ConfigError, match="500.*50"):
-        read_settings(OmegaConf.create({"rl_plugins": {PARAMS: params}}))
-
-
 def test_everything_else_is_read_as_omegaconf_does() -> None:
     node = {"methods": ["a", "b"], PARAMS: {"a": {"x": 1, "y": [1.5, None, True, "${rl_plugins.methods}"]}}}
     config = OmegaConf.create({"rl_plugins": node})
@@ -52,8 +42,8 @@ def test_everything_else_is_read_as_omegaconf_does() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["=" + "9" * 5000, "=" + "[" * 300 + "]" * 300, f".{LONG}=1", f"=[{LONG}"],
-    ids=("digits", "deep", "name", "open"),
+    [f".{LONG}=1", f"=[{LONG}"],
+    ids=("name", "open"),
 )
 def test_what_hydra_cannot_read_is_refused_in_few_words(value: str) -> None:
     with raises(ConfigError) as e:
