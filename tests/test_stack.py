@@ -427,7 +427,7 @@ def test_what_was_saved_and_what_was_loaded_is_a_copy():
 
 def test_what_the_state_dict_holds():
     saved = counting(steps=1).state_dict("data")
-    counts = {"batch", "extra_prompts", "draw", "unrewarded", "unrewarded_in_a_row"}
+    counts = {"seed", "batch", "extra_prompts", "draw", "unrewarded", "unrewarded_in_a_row"}
     assert set(saved) == counts | {"carried", "stats", "fingerprint", "methods"}
     assert saved["batch"] == 1 and saved["fingerprint"] == "data"
     assert saved["methods"]["counter"]["params"] == {"decay": 0.5, "edges": [0.0, 1.0]}
@@ -447,18 +447,6 @@ def without(*keys):
 
 
 REFUSALS = {
-    "of another method": (
-        lambda: start_stack(Stateless()),
-        None,
-        r"holds state of `counter`, which this run does not name \(it names: stateless\)\. Name them to resume",
-    ),
-    "of no method": (lambda: MethodStack([]), None, r"holds state of `counter`.*\(it names: nothing\)"),
-    "of a renamed method": (lambda: start_stack(Other()), None, r"holds state of `counter`"),
-    "missing": (
-        lambda: start_stack(Counter(), Other()),
-        None,
-        r"holds no state of `other`, which needs its own to resume.*remove `other` from `methods`",
-    ),
     "of another version": (
         lambda: counting(NewVersion, 1),
         None,
@@ -584,6 +572,43 @@ def test_a_method_that_first_fills_its_state_later_gets_it_back():
 
 
 # ---- resume: everything or nothing
+
+
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [
+        (["gdpo"], "[april, gdpo]; this run has methods: [gdpo]. Dropped: {} waiting groups of `april`."),
+        ([], "[april, gdpo]; this run has methods: []. Dropped: {} waiting groups of `april`."),
+        (["april"], "[april, gdpo]; this run has methods: [april]."),
+        (["gdpo", "april"], "[april, gdpo]; this run has methods: [gdpo, april]."),
+        (["april", "gdpo", "vade"], "[april, gdpo]; this run has methods: [april, gdpo, vade]. Beginning anew: vade."),
+        (["april", "gdpo"], None),
+    ],
+)
+def test_other_methods_are_told_in_one_line_with_what_is_dropped(now, told, tmp_path, caplog):
+    first = with_waiting_groups()
+    save_run(tmp_path, first.state_dict("data"), 8)
+    second = start_stack(*build_stack(now).methods)
+    caplog.clear()
+    with caplog.at_level("WARNING", "rl_plugins"):
+        resumed(second, tmp_path)
+    lines = [r.message for r in caplog.records]
+    waiting = len(first.carried)
+    assert waiting and lines == [
+        f"The checkpoint {tmp_path} was made with methods: {told.format(waiting)}" for _ in range(told is not None)
+    ]
+    assert second.batch == 4 and len(second.carried) == (waiting if "april" in now else 0)
+
+
+def test_the_state_of_a_removed_method_is_dropped_and_a_new_one_begins_anew(tmp_path, caplog):
+    save_run(tmp_path, counting(steps=3).state_dict("data"), 8)
+    stack = start_stack(Other())
+    before = plain(stack.methods[0].state)
+    with caplog.at_level("WARNING", "rl_plugins"):
+        resumed(stack, tmp_path)
+    assert plain(stack.methods[0].state) == before and stack.batch == 3
+    (line,) = [r.message for r in caplog.records]
+    assert line.endswith("[other]. Dropped: state of `counter`. Beginning anew: other.")
 
 
 def resumed(stack, folder, fingerprint="data", step=8, batch=4):
@@ -793,7 +818,7 @@ def test_a_method_without_state_does_not_hide_the_state_of_those_behind_it():
         behind.load_state_dict(saved, "data")
 
 
-def test_groups_that_wait_are_saved_and_only_resumed_by_a_method_that_admits_from_the_same_dataset():
+def test_groups_that_wait_are_resumed_by_a_method_that_admits_from_the_same_dataset_and_dropped_without_one():
     stack = MethodStack([method("m", admit=hook())])
     stack.carried = [{"row": {"prompt_index": 3}, "rollouts": [{"tokens": torch.tensor([1, 2])}]}]
     saved = stack.state_dict("data")
@@ -802,8 +827,9 @@ def test_groups_that_wait_are_saved_and_only_resumed_by_a_method_that_admits_fro
     other = MethodStack([method("m", admit=hook())])
     other.load_state_dict(saved, "data")
     assert other.carried[0]["rollouts"][0]["tokens"].tolist() == [1, 2]
-    with raises(StateError, match=r"1.*\(other\)"):
-        MethodStack([method("other", plan=hook())]).load_state_dict(saved, "data")
+    none = MethodStack([method("other", plan=hook())])
+    none.load_state_dict(saved, "another")
+    assert none.carried == []
     with raises(StateError, match="data.*the other"):
         MethodStack([method("m", admit=hook())]).load_state_dict(saved, "the other")
 

@@ -7,31 +7,42 @@ a host whose own files say which of the two is asked.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from rl_plugins.core.errors import StateError
+from rl_plugins.core.errors import RLPluginsError, StateError
+from rl_plugins.core.method import Bundle
+from rl_plugins.runtime import registry
+from rl_plugins.runtime.host_files import Files, differences
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.state import FOLDER, WRITING, load_state, save_state
 
-STEP = "step"
+logger = logging.getLogger("rl_plugins")
+
+STEP, FILES = "step", "files"
+KEEPS = "keeps state"
+MOST_TOLD = 8
 
 
-def save_run(checkpoint: str | os.PathLike[str], content: Mapping[str, Any], step: int, **notes: Any) -> None:
+def save_run(
+    checkpoint: str | os.PathLike[str], content: Mapping[str, Any], step: int, files: Files | None = None, **notes: Any
+) -> None:
     """Writes the state of a run into a checkpoint folder.
 
     Args:
         content: `MethodStack.state_dict`, of now or of the last batch that was finished.
         step: the host's step that the checkpoint bears, as `resume` will be told it.
+        files: the host's files in the checkpoint; None: they are not known.
         notes: what the adapter wants to find again, plain data under names of its own.
 
     Raises:
         StateError: a method's state is not plain data.
     """
-    save_state(checkpoint, {**content, **notes, STEP: int(step)})
+    save_state(checkpoint, {**content, **notes, STEP: int(step), FILES: files})
 
 
 def resume(
@@ -42,6 +53,8 @@ def resume(
     step: int,
     batch: int,
     with_methods: bool | None = None,
+    option: str = "",
+    accept: bool = False,
 ) -> dict[str, Any] | None:
     """Takes over everything a resumed run needs: states of methods, waiting groups, and how far prompts were drawn.
     Either all of it, or nothing and an error.
@@ -53,19 +66,23 @@ def resume(
         batch: generation batches the host made until then; where the checkpoint was made without methods, the count
             goes on from there.
         with_methods: whether the checkpoint was made with methods, as the host's own files say; None: they do not say.
+        option: that sets `accept`, as the user writes it.
+        accept: the user says that the checkpoint was changed on purpose.
 
     Returns:
         What was saved, notes included; None for a checkpoint made without methods.
 
     Raises:
-        StateError: the state was lost, or is missing and some method cannot begin without it; it is damaged, or of
-            another step, dataset, method, version or parameters.
+        StateError: the state was lost, or it may have been and some method cannot begin without it; it is damaged, or
+            of another step, dataset, version or parameters.
     """
     saved = load_state(checkpoint)
     if saved is None:
-        needed = needs_state(stack, surely_plain=with_methods is False)
-        if needed or with_methods:
-            raise StateError(_missing(checkpoint, needed, with_methods))
+        needed = needs_state(stack)
+        if with_methods or (with_methods is None and needed and not accept):
+            raise StateError(_missing(checkpoint, needed, with_methods, option))
+        if anew := _begin_anew(stack):
+            logger.warning("The checkpoint %s was made without methods. Beginning anew: %s.", checkpoint, anew)
         stack.batch, stack.extra_prompts, stack.draw = batch, 0, 0
         return None
     found = saved.get(STEP)
@@ -83,24 +100,93 @@ def resume(
                 f"{problem}. Resume with the version that wrote it, or start a new run from the checkpoint's weights."
             )
     stack.load_state_dict(saved, fingerprint)
+    tell_methods(checkpoint, saved, stack)
     return saved
 
 
-def needs_state(stack: MethodStack, surely_plain: bool = False) -> dict[str, str]:
-    """Method -> why it cannot go on from a checkpoint without state; empty if all can.
+def tell_methods(checkpoint: str | os.PathLike[str], saved: Mapping[str, Any], stack: MethodStack) -> None:
+    """One line if the run names other methods than the checkpoint: both lists, and what is dropped or begins anew."""
+    old = saved["methods"]
+    if list(old) == stack.names:
+        return
+    dropped = [f"state of `{name}`" for name, one in old.items() if one["state"] and name not in stack.names]
+    if saved["carried"] and not stack.claims["admit"]:
+        owner = next((f" of `{name}`" for name in old if _lets_wait(name)), "")
+        dropped.insert(0, f"{len(saved['carried'])} waiting groups{owner}")
+    anew = _begin_anew(stack, old)
+    logger.warning(
+        "The checkpoint %s was made with methods: [%s]; this run has methods: [%s].%s%s",
+        checkpoint,
+        ", ".join(old),
+        ", ".join(stack.names),
+        f" Dropped: {', '.join(dropped)}." if dropped else "",
+        f" Beginning anew: {anew}." if anew else "",
+    )
+
+
+def _begin_anew(stack: MethodStack, old: Collection[str] = ()) -> str:
+    """Methods with a state of their own that the checkpoint does not have."""
+    return ", ".join(name for name, why in needs_state(stack).items() if why == KEEPS and name not in old)
+
+
+def _lets_wait(name: str) -> bool:
+    try:
+        found = registry.load(name)
+    except RLPluginsError:  # of a package that is gone
+        return False
+    return not isinstance(found, Bundle) and "admit" in found.claims()
+
+
+def check_files(
+    checkpoint: str | os.PathLike[str],
+    saved: Mapping[str, Any],
+    found: Files,
+    read: str,
+    seed: int,
+    option: str,
+    accept: bool,
+    further: Sequence[str] = (),
+) -> None:
+    """Refuses a checkpoint whose files are not those of its save, or whose run had another seed.
 
     Args:
-        surely_plain: the checkpoint was made without methods. Then no group waits and nobody drew prompts, so only a
-            method that keeps state lacks something. Else the state may have been lost, and every method that depends on
-            earlier batches would make another run.
+        saved: content of the state.
+        found: the host's files that are there.
+        read: see `host_files.differences`.
+        seed: of this run.
+        option: that sets `accept`, as the user writes it.
+        accept: say it in a warning and go on.
+        further: what else is not as it was saved.
+
+    Raises:
+        StateError: with everything that differs.
     """
+    problems = list(further)
+    if saved.get(FILES) is None:
+        logger.warning("The checkpoint %s has no checksums of the host's files, so they are not checked.", checkpoint)
+    else:
+        problems = differences(saved[FILES], found, read) + problems
+    if saved.get("seed", seed) != seed:
+        problems.append(f"it was made with seed {saved['seed']}, and this run has seed {seed}")
+    if not problems:
+        return
+    told = "; ".join(problems[:MOST_TOLD]) + (f"; and {n} more" if (n := len(problems) - MOST_TOLD) > 0 else "")
+    if accept:
+        logger.warning("The checkpoint %s is not as it was saved: %s. It is resumed (%s).", checkpoint, told, option)
+        return
+    raise StateError(
+        f"The checkpoint {checkpoint} is not as it was saved: {told}. Put back what was saved, or resume from another "
+        f"checkpoint. If you changed it on purpose, set {option}. Nothing was trained or overwritten."
+    )
+
+
+def needs_state(stack: MethodStack) -> dict[str, str]:
+    """Method -> why it would make another run without its state of a checkpoint."""
     reasons = {}
     for m in stack.methods:
         claims = m.claims()
         if m._state or "observe" in claims:
-            reasons[m.name] = "keeps state"
-        elif surely_plain:
-            continue
+            reasons[m.name] = KEEPS
         elif "admit" in claims:
             reasons[m.name] = "lets groups wait"
         elif "select_prompts" in claims or "plan" in claims:
@@ -110,7 +196,9 @@ def needs_state(stack: MethodStack, surely_plain: bool = False) -> dict[str, str
     return reasons
 
 
-def _missing(checkpoint: str | os.PathLike[str], needed: Mapping[str, str], with_methods: bool | None) -> str:
+def _missing(
+    checkpoint: str | os.PathLike[str], needed: Mapping[str, str], with_methods: bool | None, option: str
+) -> str:
     """The message for a checkpoint without state."""
     left = os.path.join(checkpoint, WRITING)
     cut_off = f" (an interrupted save left {left}, which is not whole)" if os.path.exists(left) else ""
@@ -120,9 +208,10 @@ def _missing(checkpoint: str | os.PathLike[str], needed: Mapping[str, str], with
             f"The checkpoint {checkpoint} was made with methods, and its folder `{FOLDER}`, which holds their state, "
             f"was lost{cut_off}. Put it back, or resume from another checkpoint. {then}"
         )
-    origin = "It was made without methods."
-    if with_methods is None:
-        origin = f"Its folder `{FOLDER}` was lost{cut_off}, or the checkpoint was made without methods."
+    origin = (
+        f"Its folder `{FOLDER}` was lost{cut_off}, or the checkpoint was made without methods"
+        f"{f': if it was, set {option}' if option else ''}."
+    )
     return (
         f"The checkpoint {checkpoint} holds no state of methods, and {', '.join(needed)} cannot resume without theirs "
         f"({', '.join(f'`{name}` {why}' for name, why in needed.items())}). {origin} {then}"

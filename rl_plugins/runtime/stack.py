@@ -258,7 +258,7 @@ class MethodStack(Context):
                 raise TypeError("it has a `yield`, so nothing of it was run; this hook returns nothing")
         except (KeyboardInterrupt, RunStopped):
             raise
-        except BaseException as e:
+        except BaseException as e:  # an exit, too: the other ranks would wait for this one
             raise MethodError(
                 f"Method `{method.name}` failed in `{hook}`: {type(e).__name__}: {shortened(e, 2000)}\n"
                 f"{''.join(traceback.format_tb(e.__traceback__)[1:])}"
@@ -323,6 +323,7 @@ class MethodStack(Context):
         """Everything that must survive, as plain data that later steps do not change. Costs nothing that grows with the
         tensors of a state or with the groups that wait."""
         return {
+            "seed": self.seed,
             "batch": self.batch,
             "extra_prompts": self.extra_prompts,
             "draw": self.draw,
@@ -338,15 +339,19 @@ class MethodStack(Context):
                     "state": snapshot(m._state),
                 }
                 for m in self.methods
+                if not isinstance(m, Watcher)
             },
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], fingerprint: str) -> None:
         """Takes over a saved state, after `start`. Adapters call `rl_plugins.runtime.resume`, which calls this.
 
+        State of methods that this run does not name is dropped, and methods that the checkpoint does not know keep what
+        they have after `start`.
+
         Raises:
-            StateError: of other methods, another version or parameters of a method that keeps state, or another
-                dataset, or not as `state_dict` makes it. Nothing is taken over then.
+            StateError: of another version or parameters of a method that keeps state, or another dataset, or not as
+                `state_dict` makes it. Nothing is taken over then.
         """
         missing = {*_COUNTS, "carried", "stats", "fingerprint", "methods"} - set(saved)
         if missing:
@@ -360,22 +365,10 @@ class MethodStack(Context):
                 f"The checkpoint's state is not as this version of rl-plugins writes it: {problem}. Resume with the "
                 f"version that wrote it, or start a new run from the weights of the checkpoint."
             )
-        other = [n for n, s in saved["methods"].items() if s["state"] and n not in self.names]
-        if other:
-            raise StateError(
-                f"The checkpoint holds state of {', '.join(f'`{n}`' for n in other)}, which this run does not name "
-                f"(it names: {', '.join(self.names) or 'nothing'}). Name them to resume, or start a new run from the "
-                f"weights of the checkpoint."
-            )
         for m in self.methods:
             found = saved["methods"].get(m.name)
-            if not m._state and not (found and found["state"]):
+            if found is None or not (m._state or found["state"]):
                 continue
-            if found is None:
-                raise StateError(
-                    f"The checkpoint holds no state of `{m.name}`, which needs its own to resume. Start a new run from "
-                    f"the weights of the checkpoint, or remove `{m.name}` from `methods`."
-                )
             if found["version"] != m.state_version:
                 raise StateError(
                     f"The checkpoint's state of `{m.name}` has version {found['version']}, this code has "
@@ -395,15 +388,10 @@ class MethodStack(Context):
                     f"The state of `{m.name}` belongs to another dataset (fingerprint {saved['fingerprint']}, now "
                     f"{fingerprint}). Resume with the dataset of the checkpoint, or start a new run from its weights."
                 )
-        if saved["carried"] and not self.claims["admit"]:
+        carried = list(saved["carried"]) if self.claims["admit"] else []
+        if carried and saved["fingerprint"] != fingerprint:
             raise StateError(
-                f"{len(saved['carried'])} groups of the checkpoint wait to go on later, and no method of this run "
-                f"({', '.join(self.names) or 'it names none'}) lets groups wait. Name the method that did (april), "
-                f"or start a new run from the weights of the checkpoint."
-            )
-        if saved["carried"] and saved["fingerprint"] != fingerprint:
-            raise StateError(
-                f"{len(saved['carried'])} groups of the checkpoint wait to go on, and their prompts belong to another "
+                f"{len(carried)} groups of the checkpoint wait to go on, and their prompts belong to another "
                 f"dataset (fingerprint {saved['fingerprint']}, now {fingerprint}). Resume with the dataset of the "
                 f"checkpoint, or start a new run from its weights."
             )
@@ -419,7 +407,7 @@ class MethodStack(Context):
                 m.state = copy_plain(saved["methods"][m.name]["state"])
         for name in _COUNTS:
             setattr(self, name, saved[name])
-        self.carried = list(saved["carried"])
+        self.carried = carried
         self.stats = dict(saved["stats"])
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,17 @@ from rl_plugins.trl.capabilities import known_of, run_of, too_few_prompts
 from rl_plugins.trl.generation.engine import chat_of
 from rl_plugins.trl.generation.rewards import with_reward_functions
 from rl_plugins.trl.host import Trainer, has_numbers, tokenizer_of
-from rl_plugins.trl.saved import begin, is_marked, mark, noted_costs, skip_passes
+from rl_plugins.trl.saved import (
+    ALONE,
+    OF_TRAINER,
+    begin,
+    files_of,
+    is_marked,
+    mark,
+    noted_costs,
+    skip_passes,
+    state_checksum,
+)
 
 
 class RunCallback(TrainerCallback):
@@ -151,11 +162,15 @@ class RunCallback(TrainerCallback):
         mark(self.trainer.state)
 
     def write_state(self, checkpoint: str) -> None:
-        """Writes the methods' state into a checkpoint that has the model: after it, so that there is no folder that has
-        our state only, and before the file that TRL writes last."""
+        """Writes the methods' state into a checkpoint, with the checksums of TRL's files: after them, and before the
+        file that TRL writes last. On every rank."""
+        t, start = self.trainer, time.perf_counter()
+        files = files_of(t, checkpoint)
+        logs.add(t, {"rl_plugins/checksum_seconds": time.perf_counter() - start})
         if self._writes:
             content, notes = self.content()
-            save_run(checkpoint, content, self.trainer.state.global_step, **notes)
+            notes |= {OF_TRAINER: state_checksum(dataclasses.asdict(t.state)), ALONE: bool(t.args.save_only_model)}
+            save_run(checkpoint, content, t.state.global_step, files, **notes)
 
     def content(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state to save now, and notes with it."""

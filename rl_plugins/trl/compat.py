@@ -82,6 +82,12 @@ PINNED = (
     Pinned(_TRAINER, "get_train_dataloader", (), "overridden: rows with their number"),
     Pinned(_TRAINER, "train", ("resume_from_checkpoint",), "overridden: which checkpoint the state comes from"),
     Pinned(_TRAINER, "save_model", ("output_dir",), "overridden: TRL writes each checkpoint with it first"),
+    Pinned(
+        _TRAINER,
+        "_save_rng_state",
+        ("output_dir",),
+        "overridden: the last file of a checkpoint but for the one that says it is whole; the state is written then",
+    ),
     Pinned(ASYNC_TRAINER, "get_train_dataloader", (), "overridden: the driver stands before TRL's batcher in it"),
     Pinned(ASYNC_TRAINER, "rollout_queue", None, "changed while the dataloader is made: its samples are seen whole"),
     Pinned(ASYNC_TRAINER, "get_batch_samples", ("epoch_iterator", "num_batches", "device"), "overridden: one step"),

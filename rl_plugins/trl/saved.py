@@ -10,38 +10,45 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from rl_plugins.core.errors import StateError
 from rl_plugins.runtime.costs import NOTE, Costs
-from rl_plugins.runtime.state import FOLDER
+from rl_plugins.runtime.host_files import of_ranks
+from rl_plugins.runtime.ranks import on_driver
+from rl_plugins.runtime.resume import FILES, check_files, tell_methods
+from rl_plugins.runtime.state import FOLDER, load_state
 
 logger = logging.getLogger("rl_plugins")
 
 COUNTED = "rl_plugins_costs"  # name of the costs that a run without methods notes in TRL's own state
+OF_TRAINER, ALONE = "trainer_state", "save_only_model"  # of our state: a checksum; whether only the model was saved
+ACCEPT = "accept_changed_checkpoint=True"
+# Files that the Trainer loads if they are there.
+LOADED = r"[^/]+\.(safetensors|bin|pt|pth|index\.json)|[^/]+/adapter_model\.(safetensors|bin)|.*\.distcp"
 
 _NUMBERED = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
 
-def resume_from(output_dir: str, wanted: str | os.PathLike[str] | bool | None, ranks: int) -> str | None:
+def resume_from(trainer: Any, wanted: Any) -> str | None:
     """The checkpoint to resume from: `wanted`, or for True the newest whole one. TRL itself takes the newest folder,
-    also one that a killed run left unfinished.
+    also one that a killed run left unfinished; so does a run without methods.
 
     Args:
-        output_dir: of the run.
         wanted: as given to `train`.
-        ranks: processes of this run.
 
     Returns:
-        A folder; None where none is wanted, or there is none: TRL refuses that.
+        A folder; None where there is none: TRL refuses that.
 
     Raises:
         StateError: a checkpoint that is named is unfinished, or all are.
     """
-    if not wanted:
-        return None
+    output_dir, ranks = trainer.args.output_dir, trainer.accelerator.num_processes
+    if not trainer.methods:
+        return get_last_checkpoint(output_dir) if wanted is True else os.fspath(wanted)
     numbers = {int(m[1]): f for f in _folders(output_dir) if (m := _NUMBERED.match(f.name))}
     found = [numbers[n] for n in sorted(numbers, reverse=True)]
     problems: dict[str, str] = {}  # of those that are newer than the newest whole one
@@ -89,6 +96,58 @@ def unfinished(checkpoint: Path, ranks: int) -> str | None:
         if missing:
             return f"it has no rng_state_{missing[0]}.pth"
     return None
+
+
+def files_of(trainer: Any, checkpoint: str) -> dict[str, Any]:
+    """The host's files in a checkpoint that are written before the last one, read by all ranks together."""
+    return of_ranks(trainer.accelerator, checkpoint, (TRAINER_STATE_NAME,))
+
+
+def state_checksum(values: Mapping[str, Any]) -> str:
+    """Of the file that TRL writes last, before it is written: of all that is known then."""
+    kept = {k: v for k, v in values.items() if k not in ("stateful_callbacks", "best_model_checkpoint")}
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(kept, sort_keys=True).encode()))
+
+
+def check_saved(trainer: Any, checkpoint: str) -> None:
+    """Compares a checkpoint that was made with methods with its save, before anything of it is loaded, on every rank;
+    in a run without methods, says what is dropped.
+
+    Raises:
+        StateError: it was changed.
+    """
+    t = trainer
+
+    def read() -> dict[str, Any] | None:
+        saved = load_state(checkpoint)
+        if saved is not None and not t.methods:
+            tell_methods(checkpoint, saved, t.methods)
+        return saved and {name: saved.get(name) for name in (FILES, "seed", OF_TRAINER, ALONE) if name in saved}
+
+    saved = on_driver(t.accelerator, read)
+    if saved is None:
+        return
+    found = files_of(t, checkpoint) if saved.get(FILES) else {}
+
+    def check() -> None:
+        further = []
+        if OF_TRAINER in saved:
+            try:
+                values = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_bytes())
+            except (OSError, ValueError):
+                values = {}
+            if state_checksum(values) != saved[OF_TRAINER]:
+                further.append(f"{TRAINER_STATE_NAME} has another content")
+        accept = bool(getattr(t.args, "accept_changed_checkpoint", False))
+        check_files(checkpoint, saved, found, LOADED, t.args.seed, ACCEPT, accept, further)
+        if saved.get(ALONE):
+            logger.warning(
+                "The checkpoint %s was saved with save_only_model: the optimizer, its schedule and the random numbers "
+                "of the host begin anew.",
+                checkpoint,
+            )
+
+    on_driver(t.accelerator, check)
 
 
 def begin(checkpoint: Path) -> None:

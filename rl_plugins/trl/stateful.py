@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rl_plugins.runtime.ranks import on_driver
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.trl.saved import resume_from
+from rl_plugins.trl.saved import check_saved, resume_from
 
 _Host: Any = object  # for the type checker: whatever trainer the mixin is put before
 
@@ -20,13 +20,12 @@ class StatefulMixin(_Host):
     _methods_callback: Any
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        if self.methods:
-            ranks = self.accelerator.num_processes
-            found = on_driver(
-                self.accelerator, lambda: resume_from(self.args.output_dir, resume_from_checkpoint, ranks)
-            )
-            self._methods_callback.resume_from = found
-            resume_from_checkpoint = found or resume_from_checkpoint
+        if resume_from_checkpoint:
+            found = on_driver(self.accelerator, lambda: resume_from(self, resume_from_checkpoint))
+            if found is not None:
+                check_saved(self, found)
+                if self.methods:
+                    self._methods_callback.resume_from = resume_from_checkpoint = found
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -36,7 +35,14 @@ class StatefulMixin(_Host):
         assert output_dir is not None
         self._methods_callback.save_begins(output_dir)
         super().save_model(output_dir, *args, **kwargs)
-        self._methods_callback.write_state(output_dir)
+        if self.args.save_only_model:
+            self._methods_callback.write_state(output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """The last of the host's files in a checkpoint, but for the one that says that it is whole."""
+        super()._save_rng_state(output_dir)
+        if self.methods and self._methods_callback.is_checkpoint(output_dir):
+            self._methods_callback.write_state(output_dir)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         result: Tensor = super().training_step(*args, **kwargs)

@@ -19,6 +19,7 @@ class AsyncGRPOConfig(async_grpo.AsyncGRPOConfig):
     Args:
         methods, method_params, max_unrewarded_batches: as in `rl_plugins.trl.GRPOConfig`. A batch is what one
             optimizer step trains.
+        accept_changed_checkpoint: as there.
         trace: of `rl_plugins.trl.GRPOConfig`; refused here.
 
     Attributes:
@@ -36,6 +37,10 @@ class AsyncGRPOConfig(async_grpo.AsyncGRPOConfig):
         metadata={"help": "With methods: batches in a row in which no completion may have a reward."},
     )
 
+    accept_changed_checkpoint: bool = field(
+        default=False,
+        metadata={"help": "Resume from a checkpoint with methods although its files are not those that were saved."},
+    )
     trace: Any = field(default=None, metadata={"help": "Not served: this trainer writes no trace."})
 
     has_trainer = False  # no field: not an option

@@ -199,7 +199,11 @@ def _of_grpo(args: Any, model_args: Any) -> dict[str, Any]:
     if model_args.use_peft and model_args.adapter != heads.LORA:
         peft_config = heads.peft_config_of(model_args)
         return {"GRPOTrainer": heads.trainer_of(model_args), "get_peft_config": lambda _: peft_config}
-    return {"GRPOTrainer": GRPOTrainer} if args.methods or args.count_costs or args.trace else {}
+    return (
+        {"GRPOTrainer": GRPOTrainer}
+        if args.methods or args.count_costs or args.trace or args.resume_from_checkpoint
+        else {}
+    )
 
 
 def run_script(script: Script, argv: Sequence[str], ours: Callable[[Any, Any], dict[str, Any]]) -> None:
