@@ -705,6 +705,8 @@ def test_the_bundle_needs_an_environment() -> None:
         build_stack("aepo")
     stack = build_stack("aepo", {"aepo_rollout": {"environment": Talk, "top_logprobs": 5}})
     assert stack.names == list(AEPO.parts)
-    assert stack.needs == {"tokens", "entropies", "several_updates", "engine:logprobs=5", "chat_template"}
+    assert stack.needs == {"tokens", "entropies", "several_updates", "engine:logprobs=5", "chat_template"} | {
+        "several_rollouts"
+    }
     assert not any("forced_tokens" in m.brings for m in stack.methods)
     assert build_stack(["aepo", "-aepo_rollout"]).names == ["aepo_clip", "aepo_advantages"]

@@ -449,7 +449,7 @@ def test_an_endpoint_that_cannot_be_is_refused_at_the_start() -> None:
 
 def test_another_prompt_column() -> None:
     params = build_params(Brpo.Params, {"judge": by_quality, "prompt_column": "question"}, "brpo")
-    assert Brpo(params).needs == {"text", "column:question"}
+    assert Brpo(params).needs == {"text", "several_rollouts", "column:question"}
 
 
 def test_all_ways_to_order_four_qualities() -> None:

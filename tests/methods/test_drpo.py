@@ -486,8 +486,8 @@ def test_parameters_out_of_range(name: str, value: Any) -> None:
 
 def test_what_it_asks_of_the_host() -> None:
     stack = build_stack("drpo")
-    assert stack.aggregation == "sum" and "whole_groups" in stack.needs
-    assert stack.needs == {"old_logprobs", "current_logprobs"}
+    assert stack.aggregation == "sum"
+    assert stack.needs == {"old_logprobs", "current_logprobs", "several_rollouts", "whole_groups"}
     correction = "vllm_importance_sampling_correction"
     missing = {"before_update": "it needs whole groups in every optimizer step."}
     hooks = {"advantages", "shape", "before_update", "policy_loss"}

@@ -875,7 +875,9 @@ def test_parameters_out_of_range(name: str, params: dict[str, Any]) -> None:
 def test_the_bundle() -> None:
     stack = build_stack("echo")
     assert stack.names == list(ECHO.parts)
-    assert stack.needs == {"text", "tokens", "entropies", "old_logprobs", "several_updates", "engine:logprobs=10"}
+    assert stack.needs == {"text", "tokens", "entropies", "old_logprobs", "several_updates", "engine:logprobs=10"} | {
+        "several_rollouts"
+    }
     assert [m.name for m in stack.claims["shape"]] == ["echo_shaping", "echo_clip"]
     assert build_stack(["echo", "-echo_tree"]).names == ["echo_labels", "echo_shaping", "echo_clip"]
 

@@ -1136,7 +1136,7 @@ def test_corrections_that_need_a_sampling_probability_are_refused() -> None:
     with pytest.raises(ConfigError, match="rollout_is=token asks for that. Turn it off"):
         preflight(MethodStack([method]), capabilities(importance_weights={"rollout_is": "token"}))
     preflight(MethodStack([built(external_groups=0, shared=Memory()), DecoupledPpo()]), known)
-    with pytest.raises(ConfigError, match="needs groups of 2 rollouts or more"):
+    with pytest.raises(ConfigError, match="needs two or more rollouts per prompt"):
         preflight(MethodStack([method]), capabilities(run=make_run(group_size=1)))
 
 
