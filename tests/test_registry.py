@@ -552,7 +552,6 @@ LONG = "long" * 10**5
         ("vade", {"vade": LONG}),
         ("brpo", {"brpo": {"judge": LONG}}),
         ("brpo", {"brpo": {"judge": f"{LONG}:x"}}),
-        ("brpo", {"brpo": {"judge": "math:sqrt", "votes": 10**6000}}),
         ("brpo", {"brpo": {"judge": "math:sqrt", "tie_value": LONG}}),
         ("brpo", {"brpo": {"judge": "math:sqrt", "tie_value": 10**6000}}),
     ],

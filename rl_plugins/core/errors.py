@@ -62,9 +62,7 @@ def shortened(text: Any, length: int = LONGEST) -> str:
     if not isinstance(text, str):
         try:
             text = str(text)
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # an exception of somebody else whose text cannot be had
+        except Exception:  # an exception of somebody else whose text cannot be had
             text = f"<{type(text).__name__} whose text cannot be made>"
     return printable(text if len(text) <= length else f"{text[:length]} [cut]")
 
@@ -78,9 +76,7 @@ def _shown(value: Any, room: int, depth: int) -> str:
     if type(value) not in (dict, list, tuple, set, frozenset) or not value:
         try:
             return repr(value)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as e:
+        except Exception as e:
             return f"<{type(value).__name__} whose repr raises {type(e).__name__}>"
     parts: list[str] = []
     left = room if depth else 0

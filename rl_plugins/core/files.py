@@ -28,7 +28,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         yield part
         os.replace(part, target)
-    except BaseException:
+    except BaseException:  # Ctrl-C, too
         part.unlink(missing_ok=True)
         raise
 
@@ -63,7 +63,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
         yield hidden
         (hidden / ".lock").unlink()
         os.replace(hidden, path)
-    except BaseException:
+    except BaseException:  # Ctrl-C, too
         shutil.rmtree(hidden, ignore_errors=True)
         raise
     finally:

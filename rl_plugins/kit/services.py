@@ -565,9 +565,8 @@ def _wait(work: Coroutine[Any, Any, Any], timeout: float, name: str) -> Any:
                     f"that calls something which is not awaited. Make it an ordinary function, or await what it calls."
                 )
         return future.result()
-    except BaseException:
-        future.cancel()
-        raise
+    finally:
+        future.cancel()  # Ctrl-C while it waits; one that is done stays as it is
 
 
 def _key(item: Any) -> str | None:

@@ -63,7 +63,7 @@ class Threads:
             result, error = None, None
             try:
                 result = function()
-            except BaseException as e:
+            except BaseException as e:  # an exit, too: who waits for the future would wait forever
                 ordinary = isinstance(e, Exception) and not isinstance(e, StopIteration)
                 error = e if ordinary else RuntimeError(f"{type(e).__name__}: {shortened(e, LONGEST_ERROR)}")
             self._running.discard(thread)

@@ -203,7 +203,7 @@ class Running:
             raise
         except MethodError as e:
             raise self._error(str(e)) from None
-        except BaseException as e:
+        except BaseException as e:  # an exit, too: the other ranks would wait for this one
             trace = "".join(traceback.format_tb(e.__traceback__)[1:])
             raise self._error(f"{type(e).__name__}: {shortened(e, 2000)}\n{trace}") from e
         finally:

@@ -44,9 +44,9 @@ def invalid_returns(m: Method, hook: str) -> Iterator[None]:
     """Whatever an answer raises when it is looked at is an error of its hook, too."""
     try:
         yield
-    except (MethodError, KeyboardInterrupt):
+    except MethodError:
         raise
-    except BaseException as e:
+    except Exception as e:
         raise invalid_return(m, hook, f"it cannot be read ({type(e).__name__}: {shortened(e)}).") from e
 
 
@@ -63,9 +63,7 @@ def numbers(m: Method, hook: str, what: str, value: object, n: int, kind: str, s
     """
     try:
         given = torch.as_tensor(value, device="cpu").detach()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as e:
+    except Exception as e:
         why = f"must be a tensor (or numbers that make one), it gave {type(value).__name__}: {shortened(e)}."
         raise invalid_return(m, hook, f"{what or 'the answer'} {why}") from None
     if given.layout != torch.strided:
@@ -310,9 +308,7 @@ def _travel_problem(row: PlanRow) -> str | None:
         if value is not None:
             try:
                 pickle.dumps(value)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as e:
+            except Exception as e:
                 return f"`{what}` cannot travel to another process ({type(e).__name__}: {shortened(e)})"
     return None
 

@@ -102,9 +102,7 @@ def told_problem(row: Any, reward_names: Sequence[str], what: str) -> str:
         if value:
             try:
                 pickle.dumps(value)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as e:
+            except Exception as e:
                 return f"`{name}` of {what} cannot travel to another process ({type(e).__name__})"
     return ""
 

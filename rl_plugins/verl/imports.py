@@ -31,7 +31,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         actions = self.waiting.pop(name)  # out of the way, so that the search below does not come back here
         try:
             spec = importlib.util.find_spec(name)
-        except BaseException:
+        except Exception:
             self.waiting[name] = actions
             raise
         if spec is None or spec.loader is None:
@@ -42,7 +42,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             try:
                 execute(module)
-            except BaseException:
+            except Exception:
                 self.waiting.setdefault(name, []).extend(actions)  # the import may be tried again
                 raise
             for action in actions:

@@ -35,7 +35,7 @@ FOUND = {
         "changes argument 0.payload[hint]",
     },
     "select_prompts": {"without an end", "returns an object that raises"},
-    "plan": {"plans group 10**30", "plans spare huge", "plans given None", "raises an exception whose text exits"},
+    "plan": {"plans group 10**30", "plans spare huge", "plans given None", "raises an exception without a text"},
     "plan, round 1": {"plans prompt of another dataset"},
     "observe": {"returns a generator", "changes argument 0.meta[numbers][0]", "changes argument 2"},
     "rewards": {"returns 1e38", "changes argument 0.reward behind torch", "logs complex"},

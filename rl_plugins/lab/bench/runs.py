@@ -159,7 +159,7 @@ def _train(folder: str, script: str, variables: Mapping[str, str]) -> None:
 
     try:
         main(script)
-    except BaseException:
+    except BaseException:  # an exit, too: this is a fork, and must not go on as its parent
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)

@@ -71,9 +71,8 @@ class Folder:
         try:
             part.write_bytes(data)
             os.replace(part, self.path / name)
-        except BaseException:
+        finally:
             part.unlink(missing_ok=True)
-            raise
 
     def names(self) -> list[str]:
         with contextlib.suppress(FileNotFoundError):

@@ -23,7 +23,7 @@ import hooks
 pytestmark = pytest.mark.host
 
 SAMPLE = [
-    ("start", "raises an exception whose text exits"),
+    ("start", "raises an exception without a text"),
     ("select_prompts", "without an end"),
     ("plan", "plans prefix negative"),
     ("plan", "plans spare huge"),

@@ -126,7 +126,7 @@ def run_code(code: str) -> NoReturn:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if not isinstance(end.code, int | None):
             print(end.code, file=sys.stderr)
-    except BaseException as error:
+    except BaseException as error:  # Python's own answer to whatever ends a script
         status = 1
         print(f"{type(error).__name__}: {error}".rstrip(": "), file=sys.stderr)
     finally:  # also when printing the error failed
@@ -157,7 +157,7 @@ def start(code: str, timeout: float, memory: int, filtered: bool) -> tuple[int, 
             if filtered and not install_filter():
                 raise OSError("the filter of system calls could not be installed")
             run_code(code)
-        except BaseException as error:
+        except Exception as error:
             os.write(2, f"{type(error).__name__}: {error}".encode())
         finally:
             os._exit(1)
