@@ -13,6 +13,7 @@ from transformers import trainer as hf_trainer
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.cheap import PRECISIONS
+from rl_plugins.runtime.reward_errors import HELP, STOP, check_on_reward_error
 from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES, check_max_unrewarded_batches
 from rl_plugins.runtime.trace import trace_of
 
@@ -27,6 +28,8 @@ class GRPOConfig(trl.GRPOConfig):
         max_unrewarded_batches: with methods: generation batches in a row in which no completion may have a reward
             (every reward function returned None or NaN: a service is down). They are skipped: no optimizer step, no
             hook after `rewards`. One more ends the run. 0: the first one does.
+        on_reward_error: with methods: "stop", an exception of a reward function ends the run, as in TRL; or "mask", the
+            function is asked about each completion alone, and where it raises the completion has no reward of it.
         rollout_cache_gb: with methods that make rollouts by a program on `transformers` (no vLLM): GB (1e9 bytes) of
             keys and values kept between its requests, so that contexts are not read again. 0: none. They are given
             back when the rollouts are made.
@@ -35,6 +38,8 @@ class GRPOConfig(trl.GRPOConfig):
             the policy's. Name a method that corrects for the copy, such as `dart_tis`.
         count_costs: without methods: log what the run costs as runs with methods do, see
             `rl_plugins.runtime.costs.Costs`. Nothing else changes.
+        accept_changed_checkpoint: resume from a checkpoint whose files were changed, lost or added after it was saved
+            with methods, or whose run had another seed. The run says which. Without it the resume is refused.
         trace: true, or options (`rl_plugins.runtime.trace.TraceParams`): write what is generated and what every
             method does with it to the folder `trace` of `output_dir`, with methods and without.
 
@@ -65,6 +70,7 @@ class GRPOConfig(trl.GRPOConfig):
             "more ends the run."
         },
     )
+    on_reward_error: str = field(default=STOP, metadata={"help": HELP})
     rollout_cache_gb: float = field(
         default=4.0,
         metadata={
@@ -84,6 +90,10 @@ class GRPOConfig(trl.GRPOConfig):
         metadata={"help": "Without methods: log tokens, engine calls and rows as runs with methods do."},
     )
 
+    accept_changed_checkpoint: bool = field(
+        default=False,
+        metadata={"help": "Resume from a checkpoint with methods although its files are not those that were saved."},
+    )
     trace: dict[str, Any] | str | None = field(
         default=None,
         metadata={
@@ -97,6 +107,7 @@ class GRPOConfig(trl.GRPOConfig):
     def __post_init__(self) -> None:
         if not 0 <= self.rollout_cache_gb < math.inf:
             raise ConfigError(f"rollout_cache_gb={self.rollout_cache_gb}: give a number of GB, 0 for none.")
+        check_on_reward_error(self.on_reward_error, "on_reward_error")
         read_methods(self)
         check_precision(self)
         super().__post_init__()

@@ -18,6 +18,7 @@ from rl_plugins.runtime.costs import Costs, Meter
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.preflight import HostCapabilities, render_table
 from rl_plugins.runtime.ranks import on_driver
+from rl_plugins.runtime.reward_errors import MASK
 from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES, build_stack
 from rl_plugins.runtime.trace import trace_of
 from rl_plugins.tools.heads import positions_by_mask
@@ -31,6 +32,7 @@ from rl_plugins.trl.generation.engine import TrlEngine
 from rl_plugins.trl.generation.evaluation import evaluation_view
 from rl_plugins.trl.generation.precision import CheapRollouts, rollouts_text
 from rl_plugins.trl.generation.prompts import PROMPT_INDEX, NumberedDataset
+from rl_plugins.trl.generation.rewards import masking
 from rl_plugins.trl.generation.serving import completions, rewards_of, with_observed
 from rl_plugins.trl.generation.work import GeneratedWork, ScoredWork, Work
 from rl_plugins.trl.host import DatasetRow, HostBatch, HostRows, has_numbers
@@ -89,6 +91,8 @@ class MethodsMixin(StatefulMixin):
             return
         self.add_callback(self._methods_callback)
         self.updates_seen = UpdatesSeen(self) if self.methods.watchers else None
+        if self.args.on_reward_error == MASK:
+            self.reward_funcs = [masking(f, n) for f, n in zip(self.reward_funcs, self.reward_func_names, strict=True)]
         positions_by_mask(self.model)
         if self.aux_loss_enabled and capabilities.droppers(self.methods):
             capabilities.refuse_inexact_loss(self)

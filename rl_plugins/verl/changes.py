@@ -66,6 +66,13 @@ CHANGES: tuple[Change, ...] = (
         "costs.install",
     ),
     Change(
+        "agent-loop workers: `_compute_score` and `_agent_loop_postprocess` of the worker, wrapped",
+        "a reward of None is NaN, and one that raises ends the run or leaves the row without one",
+        METHODS,
+        "none",
+        "scores.install",
+    ),
+    Change(
         "the config of the run: options that methods need are set, and `RL_PLUGINS_METHODS` in "
         "`ray_kwargs.ray_init.runtime_env.env_vars`",
         "signals; worker processes know that there are methods",

@@ -9,6 +9,7 @@ from typing import Any
 from rl_plugins.core.errors import ConfigError, did_you_mean, shortened, shown
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.chat import TokenizerChat
+from rl_plugins.runtime.reward_errors import STOP, check_on_reward_error
 from rl_plugins.runtime.stack import (
     MAX_UNREWARDED_BATCHES,
     MethodStack,
@@ -23,7 +24,16 @@ MODES = {
     "rl_plugins_colocate_async": "colocate_async",
     "rl_plugins_separate_async": "separate_async",
 }
-KEYS = ("methods", "method_params", "rewards", "max_unrewarded_batches", "count_costs", "trace")
+KEYS = (
+    "methods",
+    "method_params",
+    "rewards",
+    "max_unrewarded_batches",
+    "on_reward_error",
+    "count_costs",
+    "trace",
+    "accept_changed_checkpoint",
+)
 
 
 @dataclass(frozen=True)
@@ -37,9 +47,13 @@ class Settings:
             sum is then the reward, in place of "score", with methods and without.
         max_unrewarded_batches: generation batches in a row in which no completion may have a reward (a service is
             down). They are skipped: no optimizer step, no hook after `rewards`. One more ends the run.
+        on_reward_error: what becomes of a row on which the reward function raises, see
+            `rl_plugins.runtime.reward_errors`.
         seed: of the run (`data.seed`, 0 if it is not set).
         count_costs: without methods: log what the run costs as runs with methods do, see
             `rl_plugins.runtime.costs.Costs`. Nothing else changes.
+        accept_changed_checkpoint: resume from a checkpoint whose files were changed, lost or added after it was saved
+            with methods, or whose run had another seed. The run says which. Without it the resume is refused.
         trace: true, or options (`rl_plugins.runtime.trace.TraceParams`): write what is generated and what every
             method does with it to the folder `trace` of `output_dir`, with methods and without.
         output_dir: of the run (`trainer.default_local_dir`).
@@ -50,7 +64,9 @@ class Settings:
     rewards: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
     max_unrewarded_batches: int = MAX_UNREWARDED_BATCHES
+    on_reward_error: str = STOP
     count_costs: bool = False
+    accept_changed_checkpoint: bool = False
     trace: Any = None
     output_dir: str = ""
 
@@ -89,16 +105,18 @@ def read_settings(config: Any) -> Settings | None:
     params = registry.parse_method_params(plain.get("method_params"))
     seed = OmegaConf.select(config, "data.seed")
     most = plain.get("max_unrewarded_batches", MAX_UNREWARDED_BATCHES)
-    counts = plain.get("count_costs", False)
-    if not isinstance(counts, bool):
-        raise ConfigError(f"rl_plugins.count_costs={shown(counts)} is given; it is true or false.")
+    switches = {name: plain.get(name, False) for name in ("count_costs", "accept_changed_checkpoint")}
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"rl_plugins.{name}={shown(value)} is given; it is true or false.")
     return Settings(
         methods=tuple(methods),
         method_params=params,
         rewards=_rewards(plain.get("rewards"), config),
         seed=int(seed or 0),
         max_unrewarded_batches=check_max_unrewarded_batches(most, "rl_plugins.max_unrewarded_batches"),
-        count_costs=counts,
+        on_reward_error=check_on_reward_error(plain.get("on_reward_error", STOP), "rl_plugins.on_reward_error"),
+        **switches,
         trace=plain.get("trace"),
         output_dir=str(OmegaConf.select(config, "trainer.default_local_dir") or ""),
     )

@@ -7,6 +7,7 @@ loss.py. What verl calls a global step has one generation batch, in `separate_as
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,7 +29,7 @@ from rl_plugins.runtime.resume import resume, save_run
 from rl_plugins.runtime.rounds import Rounds, in_rounds
 from rl_plugins.runtime.staleness import staleness_metrics
 from rl_plugins.runtime.update import SKIPPED, SkippedSteps
-from rl_plugins.verl import host, loss, start
+from rl_plugins.verl import host, loss, scores, start
 from rl_plugins.verl.batch import (
     Decided,
     Decisions,
@@ -48,11 +49,11 @@ from rl_plugins.verl.compat import states_its_mode
 from rl_plugins.verl.config import MODES, chat_of, end_tokens
 from rl_plugins.verl.costs import Meters
 from rl_plugins.verl.evaluation import PlannedBatches
-from rl_plugins.verl.processes import Watch, confirm, died
+from rl_plugins.verl.processes import Watch, ask, confirm, died
 from rl_plugins.verl.prompts import PLANNED_AGENT, PROMPT_INDEX, PromptBatches, number_rows
 from rl_plugins.verl.rewards import with_reward_functions
 from rl_plugins.verl.rows import GROUP, flat, notes_of, plan_order, read_rollouts, split
-from rl_plugins.verl.saved import save_costs, saved_costs
+from rl_plugins.verl.saved import ACCEPT, check_saved, host_files, save_costs, saved_costs
 from rl_plugins.verl.versions import Snapshots
 
 SUM_PI_SQUARED = "calculate_sum_pi_squared"  # of verl's engine
@@ -112,8 +113,10 @@ class MethodsTrainer(host.Trainer):
             self.methods.start(with_reward_functions(run, Reader(self.config), self.settings.rewards))
             if self.global_steps:
                 self._load_state()
-        elif self._counts_costs and self.global_steps:
-            self.costs = Costs.of_checkpoint(saved_costs(self._resumed_from))
+        elif self.global_steps:
+            self._check_saved()
+            if self._counts_costs:
+                self.costs = Costs.of_checkpoint(saved_costs(self._resumed_from))
         super().on_init_end()
 
     def known(self) -> Known:
@@ -137,6 +140,7 @@ class MethodsTrainer(host.Trainer):
             ):
                 temperature = float(self.config.actor_rollout_ref.rollout.temperature)
                 self._snapshots = Snapshots(self.actor_rollout_wg, Reader(self.config)(MAX_VERSIONS), temperature)
+            ask(agent_loop_manager.agent_loop_workers, scores.install, self.settings.on_reward_error)
             watch = Watch({f"agent loop {i}": w for i, w in enumerate(agent_loop_manager.agent_loop_workers)})
             self._watch = watch
             wait = self.replay_buffer._wait_for_next_poll
@@ -167,21 +171,40 @@ class MethodsTrainer(host.Trainer):
         trainer = self.config.trainer
         return str(trainer.resume_from_path) if trainer.resume_mode == "resume_path" else self._checkpoint
 
+    def _check_saved(self) -> None:
+        accept = self.settings.accept_changed_checkpoint
+        check_saved(self._resumed_from, self._savers, self.methods, self.settings.seed, accept)
+
+    @property
+    def _savers(self) -> list[Any]:
+        """Workers that write shards of a checkpoint."""
+        groups = [self.actor_rollout_wg, *([self.critic_wg] if self.use_critic else [])]
+        return [worker for group in groups for worker in group.workers]
+
     def _load_state(self) -> None:
+        self._check_saved()
         folder, step = self._resumed_from, self.global_steps
-        batch = step * self.parameter_sync_step
-        saved = resume(self.methods, folder, fingerprint=self._fingerprint, step=step, batch=batch)
+        batch, accept = step * self.parameter_sync_step, self.settings.accept_changed_checkpoint
+        saved = resume(
+            self.methods, folder, fingerprint=self._fingerprint, step=step, batch=batch, option=ACCEPT, accept=accept
+        )
         self.costs = Costs.of_checkpoint(saved or saved_costs(folder))
 
     def _save_checkpoint(self) -> None:
         # first: verl's last act is the tracker file that makes the checkpoint findable
         if self.methods:
             os.makedirs(self._checkpoint, exist_ok=True)
-            state = self.methods.state_dict(self._fingerprint)
-            save_run(self._checkpoint, state, self.global_steps, **{NOTE: self._counted().plain()})
+            state = {**self.methods.state_dict(self._fingerprint), NOTE: self._counted().plain()}
+            save_run(self._checkpoint, state, self.global_steps)
         elif self._counts_costs:
             save_costs(self._checkpoint, self._counted())
         super()._save_checkpoint()
+        writes_on = self.config.actor_rollout_ref.actor.get("checkpoint", {}).get("async_save", False)
+        if self.methods and not writes_on:  # once more, with the checksums of what verl has written
+            started = time.perf_counter()
+            files = host_files(self._checkpoint, self._savers)
+            self.timing_raw["checksums"] = time.perf_counter() - started
+            save_run(self._checkpoint, state, self.global_steps, files)
 
     # ---- what is generated
 

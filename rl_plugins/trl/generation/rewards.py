@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +17,13 @@ import torch
 from transformers import TrainerState
 from trl.trainer.utils import is_async_callable
 
-from rl_plugins.core.errors import ConfigError, shown
+from rl_plugins.core.errors import ConfigError, shortened, shown
 from rl_plugins.core.requests import Chat
 from rl_plugins.core.rollouts import RewardFunction, Run
 from rl_plugins.kit.threads import finished
 from rl_plugins.trl.host import Trainer
+
+logger = logging.getLogger("rl_plugins")
 
 NOT_PASSED = ("prompt", "completion", "completion_ids")  # columns that TRL does not pass on
 
@@ -40,6 +44,51 @@ def with_functions(run: Run, functions: Sequence[Any], weights: Sequence[float] 
     """The run with functions that a config names, before there is a tokenizer."""
     given = list(zip(run.reward_names, weights or [1.0] * len(functions), functions, strict=True))
     return _with(run, given, TrainerState(), None, finished)
+
+
+def masking(function: Any, name: str) -> Any:
+    """A reward function that does not raise: where it did, it is called with each completion alone, and those on which
+    it raises again get None. How many these are is logged as `rewards/NAME/raised`. A reward model is left as it is."""
+    if isinstance(function, torch.nn.Module):
+        return function
+
+    def alone(given: Mapping[str, Any], i: int) -> dict[str, Any]:
+        n = len(given["prompts"])
+        return {k: [v[i]] if isinstance(v, list) and len(v) == n else v for k, v in given.items()}
+
+    def told(given: Mapping[str, Any], answers: list[Any], error: Exception) -> list[Any]:
+        raised = sum(a is error for a in answers)
+        given["log_metric"](f"rewards/{name}/raised", float(raised))
+        logger.warning("%s raised on %d of %d completions: %s", name, raised, len(answers), shortened(error))
+        return [None if a is error else a for a in answers]
+
+    @functools.wraps(function)
+    async def waits(**given: Any) -> Any:
+        try:
+            return await function(**given)
+        except Exception as error:
+            answers: list[Any] = []
+            for i in range(len(given["prompts"])):
+                try:
+                    answers += await function(**alone(given, i))
+                except Exception:
+                    answers.append(error)
+            return told(given, answers, error)
+
+    @functools.wraps(function)
+    def calls(**given: Any) -> Any:
+        try:
+            return function(**given)
+        except Exception as error:
+            answers: list[Any] = []
+            for i in range(len(given["prompts"])):
+                try:
+                    answers += function(**alone(given, i))
+                except Exception:
+                    answers.append(error)
+            return told(given, answers, error)
+
+    return waits if is_async_callable(function) else calls
 
 
 def functions_of_config(model: str | None, names: Sequence[str]) -> list[Any]:

@@ -594,6 +594,30 @@ def test_a_batch_without_a_reward_is_skipped_however_it_was_made(tmp_path, metho
     assert trained[0] == 0 and trained[1] > 32 and history(t, "grad_norm")[1] > 0
 
 
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_reward_that_raises_ends_the_run_or_leaves_the_row_without_one(tmp_path, awaited):
+    alone = []
+
+    def picky(completion_ids, **columns):
+        bad = [sum(ids) % 3 == 0 for ids in completion_ids]
+        if len(bad) == 1:
+            alone.extend(bad)
+        if any(bad):
+            raise ValueError("no")
+        return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+    async def awaits(**columns):
+        return picky(**columns)
+
+    reward = [awaits if awaited else picky, length]
+    with pytest.raises(ValueError, match="no"):
+        run(tmp_path, ["noop"], reward=reward, max_steps=1)
+    t, spy = run(tmp_path, ["noop"], reward=reward, max_steps=1, on_reward_error="mask", output_dir=tmp_path / "masked")
+    rewards = spy.batches_of_driver[0].rewards
+    assert torch.isnan(rewards[:, 0]).tolist() == alone and 0 < sum(alone) < 64 and not torch.isnan(rewards[:, 1]).any()
+    assert history(t, f"rewards/{t.reward_func_names[0]}/raised") == [float(sum(alone))]
+
+
 def test_too_few_rewards_are_an_error(tmp_path):
     with pytest.raises(ValueError, match="returned 63 rewards, but 64 were expected"):
         run(tmp_path, ["noop"], reward=lambda completion_ids, **k: [0.5] * 63)

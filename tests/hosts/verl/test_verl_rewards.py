@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from messages import raises
 
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.lab.demo.policy import build_tokenizer
-from rl_plugins.verl.config import compose
+from rl_plugins.verl import scores
+from rl_plugins.verl.config import compose, read_settings
+from rl_plugins.verl.processes import program_errors
 
 pytestmark = pytest.mark.host
 
@@ -72,3 +78,47 @@ def test_fapo_judge() -> None:
     info = [{"total_steps": 4}] * 3
     found = managed("fapo_judge_score", ["\\boxed{-1}", "\\boxed{3}", "\\boxed{4}"], [-1, 2, 2], info)
     assert [row["reward_score"] for row in found] == [1.0, 0.75, -1.0]
+
+
+class Worker:
+    """An agent-loop worker of which only the scoring is real."""
+
+    reward_loop_worker_handles = (object(),)
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        outputs[-1].reward_score = self.answer
+        outputs[-1].extra_fields["reward_extra_info"] = {"acc": self.answer}
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        await self._compute_score([output], kwargs=kwargs)
+
+
+def scored(answer: Any, on_error: str = "stop", validate: bool = False) -> tuple[float, Worker]:
+    worker, output = Worker(answer), SimpleNamespace(reward_score=None, extra_fields={})
+    scores.install(worker, on_error)
+    asyncio.run(worker._agent_loop_postprocess(output, validate))
+    assert "reward_extra_info" in output.extra_fields
+    return output.reward_score, worker
+
+
+def test_none_is_no_reward_and_an_exception_ends_the_run_or_is_no_reward() -> None:
+    assert scored(0.5)[0] == 0.5
+    for answer, on_error in ((None, "stop"), (float("nan"), "stop"), (ValueError("no"), "mask")):
+        assert math.isnan(scored(answer, on_error)[0]) and scored(answer, on_error, validate=True)[0] == 0.0
+    worker = Worker(ValueError("no"))
+    scores.install(worker, "stop")
+    with pytest.raises(ValueError):
+        asyncio.run(worker._agent_loop_postprocess(SimpleNamespace(reward_score=None, extra_fields={}), False))
+    (told,) = program_errors(worker)  # what the driver asks for
+    assert "ValueError: no" in told and "on_reward_error" in told
+
+
+def test_the_option_is_one_of_two() -> None:
+    assert read_settings(compose(["+rl_plugins.on_reward_error=mask"])).on_reward_error == "mask"  # type: ignore[union-attr]
+    with raises(ConfigError, match="skip"):
+        read_settings(compose(["+rl_plugins.on_reward_error=skip"]))
