@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, chain, count, pairwise
 from typing import Literal
 
 import numpy as np
@@ -139,32 +139,20 @@ class Drive(Method):
     def plan(self, plan: Plan) -> Plan | None:
         """Rows of the set, with the rollouts and the token limit of the phase."""
         self._enter(plan.batch)
-        p, phase = self.params, self.state["phase"]
+        phase = self.state["phase"]
         if plan.batch == 0 or phase == 0:
             self._check_room(plan)
         if not self._acts(phase):
             return None
-        fresh = [row for row in plan.rows if row.n > 0 and row.prompt_index >= 0 and not row.given]
-        others = [row for row in plan.rows if row.n == 0 or row.prompt_index < 0 or row.given]
-        inside = set(self._members().tolist()) if not self.state["whole"] else None
-        fresh = [row for row in fresh if inside is None or row.prompt_index in inside]
-        if not fresh:
-            return plan.replace(rows=tuple(others))  # a call that fills the batch, and the set has no more
-        size = p.rollouts[phase] if p.rollouts else plan.group_size
+        others = [row for row in plan.rows if not _is_fresh(row)]
         room = plan.budget - sum(row.n for row in others)
         numbers = count(max(row.group for row in plan.rows) + 1)
-        named = [row.prompt_index for row in fresh]
-        more = max(0, room // size - len(named))
-        extra = self._next(min(more, self._available(set(named), self._size)), set(named))
-        wanted = [self._changed(row) for row in fresh]
-        wanted += [self._changed(PlanRow(i, next(numbers), plan.group_size)) for i in extra]
-        rows = _fitting(wanted, room)
-        distinct = len(rows)
-        if p.when_short == "repeat" and rows and distinct == len(wanted):
-            again = (wanted[i % distinct].replace(group=next(numbers)) for i in count())
-            rows += _fitting(again, room - sum(row.n for row in rows))
-        self._advance([row.prompt_index for row in rows[:distinct]])
-        self.log("repeated", len(rows) - distinct, "sum")
+        wanted = self._of_set(plan, room, numbers)
+        repeats = self.params.when_short == "repeat" and wanted
+        again = (wanted[i % len(wanted)].replace(group=next(numbers)) for i in count()) if repeats else ()
+        rows = _fitting(chain(wanted, again), room)
+        self._advance([row.prompt_index for row in rows[: len(wanted)]])
+        self.log("repeated", max(0, len(rows) - len(wanted)), "sum")
         return plan.replace(rows=(*others, *rows))
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
@@ -296,6 +284,18 @@ class Drive(Method):
         dealt = set(self.state["ahead"])
         return (place for place in count(self.state["place"]) if place not in dealt)
 
+    def _of_set(self, plan: Plan, room: int, numbers: Iterator[int]) -> list[PlanRow]:
+        """Rows of the plan whose prompts are in the set, and of further ones that fit; none if the plan has none."""
+        inside = None if self.state["whole"] else set(self._members().tolist())
+        fresh = [row for row in plan.rows if _is_fresh(row) and (inside is None or row.prompt_index in inside)]
+        if not fresh:
+            return []  # a call that fills the batch, and the set has no more
+        size = self.params.rollouts[self.state["phase"]] if self.params.rollouts else plan.group_size
+        named = {row.prompt_index for row in fresh}
+        more = min(room // size - len(fresh), self._available(named, self._size))
+        further = [PlanRow(i, next(numbers), plan.group_size) for i in self._next(max(0, more), named)]
+        return [self._changed(row) for row in (*fresh, *further)]
+
     def _changed(self, row: PlanRow) -> PlanRow:
         """The row with the phase's rollouts and token limit."""
         p, phase = self.params, self.state["phase"]
@@ -304,6 +304,11 @@ class Drive(Method):
         if p.max_tokens:
             row = row.replace(max_tokens=min(p.max_tokens[phase], row.max_tokens or p.max_tokens[phase]))
         return row
+
+
+def _is_fresh(row: PlanRow) -> bool:
+    """Whether a row trains a prompt of the dataset, with completions that are to be made."""
+    return row.n > 0 and row.prompt_index >= 0 and not row.given
 
 
 def _fitting(rows: Iterable[PlanRow], room: int) -> list[PlanRow]:
