@@ -179,6 +179,23 @@ def test_a_column_the_dataset_lacks_and_columns_that_are_not_known():
     assert check(m, columns=None) == {} and check(m, columns=["solution"]) == {}
 
 
+@pytest.mark.parametrize(
+    ("name", "makers"),
+    [
+        ("adhint_advantages", ["adhint_rollouts"]),
+        ("branch_advantages", ["branch_rollout", "branch_text_rollout"]),
+        ("m_grpo", ["m_grpo_rollout"]),
+        ("ps_grpo", []),
+    ],
+)
+def test_a_column_that_rollouts_of_another_method_have_is_asked_of_that_method(name, makers):
+    stack = build_stack([name], {})
+    with raises(ConfigError) as e:
+        preflight(stack, capabilities())
+    text = next(line for line in str(e.value).split("\n") if "has no column" in line)
+    assert [m for m in makers if f"`{m}`" in text] == makers and ("Add it" in text) == (not makers)
+
+
 def test_a_column_that_a_method_brings_is_no_need_of_the_dataset():
     reads = method("reads", needs={"column:note", "column:other"})
     brings = method("brings", brings={"column:note"})

@@ -6,13 +6,14 @@ A flag never stays without effect: what cannot act is an error here, with the ch
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_plugins.core.errors import ConfigError, MethodError
-from rl_plugins.core.method import HOOKS, SIGNALS, Method, SameAs
+from rl_plugins.core.method import HOOKS, SIGNALS, Bundle, Method, SameAs
 from rl_plugins.core.rollouts import Run
+from rl_plugins.runtime import registry
 from rl_plugins.runtime.stack import MethodStack
 
 NO_TURN_LIMITS = (
@@ -128,7 +129,7 @@ def preflight(stack: MethodStack, host: HostCapabilities) -> dict[str, Any]:
             f"once. Remove one of them."
         )
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
     replaying = next((m.name for m in stack.methods if "off_policy" in m.brings), None)
     weighed = host.weighs_old or any(m.corrects_sampling for m in stack.methods) or _weights_on(host, options)
     if replaying and not weighed:
@@ -223,11 +224,28 @@ def no_row_has(column: str, methods: Sequence[str]) -> MethodError:
     )
 
 
+def makers_of(signal: str) -> list[str]:
+    """Methods whose own rollouts or plans hold a signal, with some of their parameters or with all."""
+    found = []
+    for name in registry.all_names():
+        cls = registry.load(name)
+        if isinstance(cls, Bundle):
+            continue
+        try:
+            brings = cls.brings if isinstance(cls.brings, Set) else cls().brings
+        except ConfigError:  # parameters that must be given
+            continue
+        found += [name] if signal in brings else []
+    return found
+
+
 def _missing(signal: str, host: HostCapabilities) -> str | None:
     kind, _, detail = signal.partition(":")
     if kind == "column":
         if host.columns is not None and detail not in host.columns and not host.row_columns:
-            return f"the dataset has no column `{detail}` (it has: {', '.join(sorted(host.columns))}). Add it."
+            there = f"the dataset has no column `{detail}` (it has: {', '.join(sorted(host.columns))})"
+            makers = " or ".join(f"`{name}`" for name in makers_of(signal))
+            return f"{there}. {f'Rollouts of {makers} have it: name it in `methods`.' if makers else 'Add it.'}"
         return None
     if signal == "several_rollouts" and host.run is not None and host.run.group_size < 2:
         return f"the run has {host.group_option}={host.run.group_size}. Set {host.group_option} to 2 or more."
