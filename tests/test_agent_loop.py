@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import threading
 from collections import Counter
@@ -16,6 +17,7 @@ from rl_plugins.kit import threads
 from rl_plugins.kit.agents import Observation, Opened, play
 from rl_plugins.kit.threads import await_left, leave_call, run_call
 from rl_plugins.runtime.registry import build, load
+from rl_plugins.testing import check_method
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 
 METHODS = ["turn_control", "cleaner", "aepo_rollout", "rtv_pdr"]
@@ -46,7 +48,7 @@ class World:
 
 def world(phase: str, what: Any, bad: Any = lambda number: True) -> Any:
     """A factory of environments, of which those with a bad number do `what` in one phase."""
-    numbers, lock = iter(range(99)), threading.Lock()
+    numbers, lock = itertools.count(), threading.Lock()
     alive: Counter[str] = Counter()
 
     def make() -> Any:
@@ -250,3 +252,9 @@ def test_what_is_no_environment_is_not_kept() -> None:
         with pytest.raises(ValueError, match="has no method"):
             opened.make(factory)
     assert opened._closing() == []
+
+
+@pytest.mark.parametrize("phase", ["constructor", "reset", "act", "score"])
+def test_check_refuses_an_environment_that_never_works(phase: str) -> None:
+    with pytest.raises(AssertionError, match="every rollout ended with an error, .*KeyError: 'x'"):
+        check_method(load("turn_control"), environment=world(phase, raises), limit=2)

@@ -46,6 +46,9 @@ def check_programs(kit: Kit) -> bool:
         again = _made(kit, _Setting())
         if again is not None and [r.rows for r in made.programs] != [r.rows for r in again.programs]:
             kit.fail("the same prompts and the same engine give other rows; random numbers come from `prompt.rng`.")
+        errors = [row.meta.get("error") for row in made.all_rows]
+        if errors and all(errors):
+            kit.fail(f"every rollout ended with an error, the first with: {errors[0]}")
         _check_groups(kit, made)
         _check_decisions(kit, made)
     if "redundancy" in kit.build().brings:
