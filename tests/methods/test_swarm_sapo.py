@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import random
 import threading
 import time
@@ -45,7 +46,6 @@ from rl_plugins.core.rollouts import Rollouts
 from rl_plugins.methods.decoupled_ppo import DecoupledPpo
 from rl_plugins.methods.swarm_sapo import (
     Files,
-    Folder,
     Http,
     Package,
     Schema,
@@ -938,7 +938,7 @@ def test_what_was_read_before_a_file_hangs_counts() -> None:
 
 
 def test_a_folder_that_cannot_be_written() -> None:
-    exchange = Folder("/proc/none/swarm")
+    exchange = Files("/proc/none/swarm")
     plan, _, logged = Node(exchange).batch()
     assert not external(plan) and logged["swarm_sapo/failed"] == 1 and "swarm_sapo/published" not in logged
 
@@ -997,7 +997,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def test_two_nodes_share_over_every_place(place: str) -> None:
     """What one node answers is what the other trains on, as it was sent."""
-    kind = {"h": Http, "m": Files}.get(place[0], Folder)
+    kind = Http if place[0] == "h" else Files
     assert type(open_exchange(place)) is kind
     one = Node(None, "one", exchange=place, answer=lambda c, rng: rng.choice([c["answer"], "0"]))
     two = Node(None, "two", exchange=place, answer=lambda c, rng: "wrong", seed=3)
@@ -1035,20 +1035,20 @@ def test_files_of_a_place(place: str) -> None:
 
 
 def test_a_file_of_a_folder_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os as real
+    folder, seen, rename = Files(tmp_path), [], os.rename
 
-    folder, seen = Folder(tmp_path), []
-    replace = real.replace
-    monkeypatch.setattr(
-        "os.replace", lambda a, b: seen.append([n for n in folder.names() if sender_of(n)]) or replace(a, b)
-    )
+    def renamed(a: Any, b: Any) -> None:
+        seen.append([n for n in folder.names() if sender_of(n)])
+        rename(a, b)
+
+    monkeypatch.setattr("os.rename", renamed)
     (name,) = send(folder, "a", package())
     assert seen == [[]] and folder.names() == [name]
-    monkeypatch.setattr("os.replace", lambda a, b: (_ for _ in ()).throw(OSError("full")))
+    monkeypatch.setattr("shutil.move", lambda a, b: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
         folder.put("b", b"1")
     assert folder.names() == [name], "what was begun is removed"
-    real.mkfifo(tmp_path / "c.00000000.0123456789abcdef.jsonl")
+    os.mkfifo(tmp_path / "c.00000000.0123456789abcdef.jsonl")
     with pytest.raises(FileNotFoundError):
         folder.get("c.00000000.0123456789abcdef.jsonl", 9)
 

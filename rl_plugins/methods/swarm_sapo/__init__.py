@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rl_plugins.methods.swarm_sapo.exchange import Exchange, Files, Folder, Http, open_exchange
+from rl_plugins.methods.swarm_sapo.exchange import Exchange, Files, Http, open_exchange
 from rl_plugins.methods.swarm_sapo.method import SwarmSapo
 from rl_plugins.methods.swarm_sapo.packages import Package, Schema, read_packages
 
-__all__ = ["Exchange", "Files", "Folder", "Http", "Package", "Schema", "SwarmSapo", "open_exchange", "read_packages"]
+__all__ = ["Exchange", "Files", "Http", "Package", "Schema", "SwarmSapo", "open_exchange", "read_packages"]

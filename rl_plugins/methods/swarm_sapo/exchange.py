@@ -1,4 +1,4 @@
-"""Where nodes exchange files: one small interface for a directory, a file system of fsspec, or an HTTP endpoint.
+"""Where nodes exchange files: one small interface for a file system of fsspec, a directory is one, or an HTTP endpoint.
 
 An exchange holds files by plain names. Nobody waits for anybody: a node writes its own files, looks which others there
 are, and reads those it does not know yet.
@@ -12,7 +12,6 @@ import os
 import re
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 from rl_plugins import ConfigError
@@ -52,64 +51,36 @@ def open_exchange(where: str, key_env: str = "") -> Exchange:
         key_env: environment variable with the key that an HTTP endpoint asks for; empty: none is sent.
 
     Raises:
-        ConfigError: a package is not installed, fsspec does not know the protocol, or the variable is not set.
+        ConfigError: fsspec does not know the protocol, its package is not installed, or the variable is not set.
     """
     if _HTTP.match(where):
         return Http(where, key_env)
-    return Files(where) if "://" in where else Folder(where)
-
-
-class Folder:
-    """A directory that all nodes see. A file gets its name when all of its bytes are written (an atomic rename)."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).expanduser()
-
-    def put(self, name: str, data: bytes) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        part = self.path / _unfinished(name)
-        try:
-            part.write_bytes(data)
-            os.replace(part, self.path / name)
-        finally:
-            part.unlink(missing_ok=True)
-
-    def names(self) -> list[str]:
-        with contextlib.suppress(FileNotFoundError):
-            return os.listdir(self.path)
-        return []
-
-    def get(self, name: str, most: int) -> bytes:
-        path = self.path / name
-        if not path.is_file():  # a pipe or a device would never end
-            raise FileNotFoundError(f"{path} is not a file")
-        with path.open("rb") as file:
-            return file.read(most)
-
-    def remove(self, name: str) -> None:
-        (self.path / name).unlink(missing_ok=True)
+    return Files(where)
 
 
 class Files:
-    """A directory of any file system that fsspec knows, such as s3://, gs:// or sftp://. A file is written under
-    another name and then moved, so no reader takes a part of it for the whole."""
+    """A directory of any file system that fsspec knows: a path, s3://, gs:// or sftp://. A file is written under
+    another name and then moved (on a disk an atomic rename), so no reader takes a part of it for the whole."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, where: str | os.PathLike[str]) -> None:
+        import fsspec
+
         try:
-            import fsspec
-        except ImportError:
-            raise ConfigError(f"{shown(url)} needs fsspec, which is not installed: pip install fsspec.") from None
-        try:
-            self._fs, self._path = fsspec.core.url_to_fs(url)
+            self._fs, self._path = fsspec.core.url_to_fs(os.fspath(where))
         except (ValueError, ImportError) as e:
-            raise ConfigError(f"fsspec cannot open the exchange {shown(url)}: {e}.") from None
+            raise ConfigError(f"fsspec cannot open the exchange {shown(os.fspath(where))}: {e}.") from None
         self._path = self._path.rstrip("/")
 
     def put(self, name: str, data: bytes) -> None:
-        part = f"{self._path}/{_unfinished(name)}"
+        part = f"{self._path}/.{name}.{uuid.uuid4().hex[:8]}.part"  # a name that no reader takes for a package
         self._fs.makedirs(self._path, exist_ok=True)
-        self._fs.pipe_file(part, data)
-        self._fs.mv(part, f"{self._path}/{name}")
+        try:
+            self._fs.pipe_file(part, data)
+            self._fs.mv(part, f"{self._path}/{name}")
+        except Exception:
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(part)
+            raise
 
     def names(self) -> list[str]:
         self._fs.invalidate_cache()  # other nodes write, too
@@ -118,7 +89,10 @@ class Files:
         return []
 
     def get(self, name: str, most: int) -> bytes:
-        with self._fs.open(f"{self._path}/{name}", "rb") as file:
+        path = f"{self._path}/{name}"
+        if self._fs.info(path)["type"] != "file":  # a pipe or a device would never end
+            raise FileNotFoundError(f"{path} is not a file")
+        with self._fs.open(path, "rb") as file:
             data: bytes = file.read(most)
             return data
 
@@ -130,17 +104,15 @@ class Files:
 class Http:
     """An HTTP endpoint. GET of the URL lists the files as JSON: names, or objects with "name". GET, PUT and DELETE of
     URL/NAME read, write and remove a file. nginx does so with `dav_methods PUT DELETE`, `autoindex on` and
-    `autoindex_format json`.
+    `autoindex_format json`. The HTTP of fsspec reads pages of links in the place of such lists, and deletes nothing.
 
     Raises:
-        ConfigError: httpx is not installed, or the variable of the key is not set.
+        ConfigError: the variable of the key is not set.
     """
 
     def __init__(self, url: str, key_env: str = "", timeout: float = 10.0) -> None:
-        try:
-            import httpx
-        except ImportError:
-            raise ConfigError(f"{shown(url)} needs httpx, which is not installed: pip install httpx.") from None
+        import httpx
+
         self.url = url.rstrip("/")
         self._client = httpx.Client(headers=bearer(key_env), timeout=timeout)
 
@@ -185,8 +157,3 @@ class Http:
 def is_plain(name: Any) -> bool:
     """Whether a name can be that of a file of an exchange: no path, nothing hidden, at most 200 characters."""
     return isinstance(name, str) and bool(_NAME.fullmatch(name))
-
-
-def _unfinished(name: str) -> str:
-    """A name that no reader takes for a package."""
-    return f".{name}.{uuid.uuid4().hex[:8]}.part"

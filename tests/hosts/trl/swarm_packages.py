@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rl_plugins.lab.demo.tasks import build_rows
-from rl_plugins.methods.swarm_sapo import Folder, Package
+from rl_plugins.methods.swarm_sapo import Files, Package
 from rl_plugins.methods.swarm_sapo.packages import written_files
 
 SIZE = 8
@@ -20,5 +20,5 @@ def fill(folder: Path, n: int = 20) -> dict[tuple[str, ...], Package]:
         columns = {k: row[k] for k in ("answer", "level", "task")}
         packages.append(Package(row["prompt"], columns, tuple(completions), (*[True] * 7, i % 2 == 0)))
     for name, data in written_files("other", 0, packages, 10**6).items():
-        Folder(folder / "swarm").put(name, data)
+        Files(folder / "swarm").put(name, data)
     return {(p.prompt[0]["content"], *p.completions): p for p in packages}

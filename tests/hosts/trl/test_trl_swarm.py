@@ -15,7 +15,7 @@ from swarm_packages import SIZE, fill
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.lab.demo.rewards import digits
-from rl_plugins.methods.swarm_sapo import Folder, Package
+from rl_plugins.methods.swarm_sapo import Files, Package
 from rl_plugins.methods.swarm_sapo.packages import sender_of
 from rl_plugins.trl.generation import batches as module
 
@@ -87,7 +87,7 @@ def test_groups_of_another_node_are_trained_as_they_were_sent(whole: Any) -> Non
 
 def test_own_groups_are_published(whole: Any) -> None:
     batches, trainer, folder, _ = whole
-    exchange = Folder(folder / "swarm")
+    exchange = Files(folder / "swarm")
     names = sorted(n for n in exchange.names() if sender_of(n) == "me")
     assert len(names) == STEPS and names == trainer.methods.methods[0].state["own"]
     for name, (d, _) in zip(names, batches, strict=True):
@@ -103,14 +103,14 @@ def test_own_groups_are_published(whole: Any) -> None:
 
 def test_a_resumed_run_goes_on_with_its_inbox(whole: Any) -> None:
     batches, trainer, folder, _ = whole
-    before = set(Folder(folder / "swarm").names())
+    before = set(Files(folder / "swarm").names())
     again, resumed = run(folder, resume=True, external_weight=0.5)
     assert len(again) == STEPS - SAVED
     for (one, _), (two, _) in zip(batches[SAVED:], again, strict=True):
         assert one.rollouts.text == two.rollouts.text and torch.equal(one.trained, two.trained)
         assert bool((two.rollouts.prompt_index < 0).any())
     assert torch.equal(weights(trainer), weights(resumed))
-    assert set(Folder(folder / "swarm").names()) == before, "the same groups are published under the same names"
+    assert set(Files(folder / "swarm").names()) == before, "the same groups are published under the same names"
 
 
 def test_without_external_groups_it_is_plain_grpo_bit_for_bit(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_without_external_groups_it_is_plain_grpo_bit_for_bit(tmp_path: Path) ->
         torch.manual_seed(0)
         trainer.train()
     assert torch.equal(weights(with_method), weights(plain))
-    assert len(Folder(tmp_path / "swarm").names()) == 1 + 2, "and still publishes"
+    assert len(Files(tmp_path / "swarm").names()) == 1 + 2, "and still publishes"
 
 
 def test_a_dead_endpoint_leaves_the_own_data(tmp_path: Path) -> None:

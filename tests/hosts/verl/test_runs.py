@@ -39,7 +39,7 @@ from rl_plugins.core.groups import Groups
 from rl_plugins.lab.demo.policy import build_tokenizer
 from rl_plugins.lab.demo.tasks import build_rows
 from rl_plugins.lab.demo.verl_data import SOURCE
-from rl_plugins.methods.swarm_sapo import Folder, Package
+from rl_plugins.methods.swarm_sapo import Files, Package
 from rl_plugins.methods.swarm_sapo.packages import sender_of, written_files
 
 pytestmark = pytest.mark.host
@@ -107,7 +107,7 @@ def carousel(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
     def overrides(folder: Path) -> list[str]:
         for name, data in foreign_files().items():
-            Folder(folder / "swarm").put(name, data)
+            Files(folder / "swarm").put(name, data)
         return [
             *COMMON,
             "+rl_plugins.methods=[mc_grpo]",
@@ -606,7 +606,7 @@ def test_swarm_sapo_trains_groups_of_another_node_as_they_were_sent(carousel: Ru
     torch.testing.assert_close(d.row_advantages[d.trained], expected, rtol=1e-4, atol=1e-5)
     assert logged["swarm_sapo/candidates"] == 8 and logged["swarm_sapo/arrived"] == 12
     assert logged["swarm_sapo/external"] == 0.5 and logged["swarm_sapo/published"] == 4
-    folder = Folder(carousel.folder.parent / "swarm")
+    folder = Files(carousel.folder.parent / "swarm")
     (own,) = [folder.get(name, 10**6) for name in folder.names() if sender_of(name) == "me"]
     published = [json.loads(line) for line in own.splitlines()]
     first = rollouts.text[:SAMPLES]
