@@ -103,6 +103,22 @@ def test_logs_are_shown_with_numbers_thresholds_and_what_they_do_not_tell(tmp_pa
     assert "Groups without signal" not in told
 
 
+def test_a_run_of_one_turn_gets_no_method_for_agents_and_is_told_the_option_of_the_host(tmp_path):
+    logs = trl_log(tmp_path / "run", **{"completions/clipped_ratio": 0.75, "num_turns/mean": 2.0})
+    found = json.loads(answer("--logs", str(logs), "--json"))["problems"]
+    assert [p["problem"] for p in found] == ["length"] and "max_completion_length" in found[0]["evidence"][0]
+    names = {m["name"] for m in found[0]["methods"]}
+    assert names and not any("agents" in registry.load(name).problems for name in names)
+    everybody = json.loads(answer("--for", "the length of completions", "--json"))["problems"][0]["methods"]
+    assert any("agents" in registry.load(m["name"]).problems for m in everybody)
+
+
+def test_a_reward_that_never_varied_is_named(tmp_path):
+    logs = trl_log(tmp_path / "run", **{"rewards/format/std": 0.0})
+    told = json.loads(answer("--logs", str(logs), "--json"))["not_told"]["several_rewards"]
+    assert "`rewards/format/std` is 0" in told and "correct" not in told
+
+
 def test_a_problem_that_is_said_and_seen_is_listed_once(tmp_path):
     logs = str(trl_log(tmp_path / "run", frac_reward_zero_std=0.7, entropy=(0.9, 0.05)))
     found = json.loads(answer("--logs", logs, "--for", "half of my groups have equal rewards", "--json"))

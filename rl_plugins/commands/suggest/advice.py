@@ -110,8 +110,9 @@ def from_logs(logs: RunLogs, host: str | None) -> Advice:
     holding: dict[str, list[Sign]] = {}
     for sign in sorted((s for s in signs if s.holds), key=lambda s: -s.strength):
         holding.setdefault(sign.problem, []).append(sign)
-    found = tuple(_suggestion(key, tuple(s.text for s in held), host) for key, held in holding.items())
-    return Advice(host, found, logs, tuple(s.text for s in signs if not s.holds), not_told(signs))
+    turns = "agents" in holding
+    found = tuple(_suggestion(key, tuple(s.text for s in held), host, turns) for key, held in holding.items())
+    return Advice(host, found, logs, tuple(s.text for s in signs if not s.holds), not_told(signs, logs))
 
 
 def from_questions(host: str | None) -> Advice:
@@ -139,8 +140,13 @@ def from_questions(host: str | None) -> Advice:
     return Advice(host, tuple(_suggestion(key, (), host) for key in dict.fromkeys(chosen)))
 
 
-def _suggestion(key: str, evidence: tuple[str, ...], host: str) -> Suggestion:
-    return Suggestion(key, evidence, tuple(card for card in answering(key, cards()) if host in card.hosts))
+def _suggestion(key: str, evidence: tuple[str, ...], host: str, turns: bool = True) -> Suggestion:
+    """
+    Args:
+        turns: the run may have agents; else methods for them are left out.
+    """
+    found = [card for card in answering(key, cards()) if host in card.hosts]
+    return Suggestion(key, evidence, tuple(c for c in found if turns or "agents" not in c.found.problems))
 
 
 # ---- what is shown

@@ -17,6 +17,7 @@ class Sign:
         problem: key of `PROBLEMS`.
         what: what was read, with the names of the logged values.
         value, threshold: the problem is there if the value is at least the threshold (at most, where `below`).
+        option: of the host, that answers it without a method.
     """
 
     problem: str
@@ -24,6 +25,7 @@ class Sign:
     value: float
     threshold: float
     below: bool = False
+    option: str = ""
 
     @property
     def holds(self) -> bool:
@@ -36,7 +38,8 @@ class Sign:
 
     @property
     def text(self) -> str:
-        return f"{self.what}: {self.value:.3g} (a problem {'up to' if self.below else 'from'} {self.threshold:g})"
+        read = f"{self.what}: {self.value:.3g} (a problem {'up to' if self.below else 'from'} {self.threshold:g})"
+        return f"{read}. {self.option}" if self.option and self.holds else read
 
 
 # What a problem needs in the logs, said where the logs lack it; of the others no log of a host tells.
@@ -58,12 +61,14 @@ def signs_of(logs: RunLogs) -> list[Sign]:
     return [*_groups(logs), *_length(logs), *_rewards(logs), *_agents(logs), *_age(logs), *_course(logs)]
 
 
-def not_told(signs: list[Sign]) -> dict[str, str]:
+def not_told(signs: list[Sign], logs: RunLogs) -> dict[str, str]:
     """Problem -> why these logs say nothing of it."""
     read = {sign.problem for sign in signs}
-    return {
-        key: f"the logs lack {NEEDS[key]}" if key in NEEDS else "no log shows it" for key in PROBLEMS if key not in read
-    }
+    why = {key: f"the logs lack {NEEDS[key]}" if key in NEEDS else "no log shows it" for key in PROBLEMS}
+    if constant := [name for name in _deviations(logs) if not logs.mean(name)]:
+        listed = ", ".join(f"`{name}`" for name in constant)
+        why["several_rewards"] = f"{listed} is 0 in every step: a reward that never varies teaches nothing"
+    return {key: text for key, text in why.items() if key not in read}
 
 
 def _first(logs: RunLogs, *names: str) -> tuple[str, float] | None:
@@ -83,7 +88,9 @@ def _length(logs: RunLogs) -> Iterator[Sign]:
     if most is not None and usual:
         yield Sign("long_tail", f"longest over mean completion (`{prefix}/{longest}`)", most / usual, 4)
     if found := _first(logs, "completions/clipped_ratio", "response_length/clip_ratio"):
-        yield Sign("length", f"share of completions cut off (`{found[0]}`)", found[1], 0.2)
+        room = "data.max_response_length" if logs.host == "verl" else "max_completion_length"
+        option = f"A completion that is cut off seldom gets its reward: raise {room} first, if memory allows"
+        yield Sign("length", f"share of completions cut off (`{found[0]}`)", found[1], 0.2, option=option)
     growth = logs.first_and_last(f"{prefix}/{mean}")
     if growth and growth[0]:
         yield Sign(
@@ -92,7 +99,7 @@ def _length(logs: RunLogs) -> Iterator[Sign]:
 
 
 def _rewards(logs: RunLogs) -> Iterator[Sign]:
-    stds = {n: v for n in logs.series if n.startswith("rewards/") and n.endswith("/std") if (v := logs.mean(n))}
+    stds = {n: v for n in _deviations(logs) if (v := logs.mean(n))}
     weights = _weights(logs, [n.removesuffix("std") + "mean" for n in stds])
     if weights is not None:
         stds = {n: v * abs(w) for (n, v), w in zip(stds.items(), weights, strict=True)}
@@ -102,6 +109,10 @@ def _rewards(logs: RunLogs) -> Iterator[Sign]:
         how = "before weights" if weights is None else "with their weights"
         what = f"standard deviation of `{large}` over that of `{small}`, {how}"
         yield Sign("several_rewards", what, stds[large] / stds[small], 3)
+
+
+def _deviations(logs: RunLogs) -> list[str]:
+    return [n for n in logs.series if n.startswith("rewards/") and n.endswith("/std")]
 
 
 def _weights(logs: RunLogs, means: list[str]) -> list[float] | None:
