@@ -669,7 +669,7 @@ BROKEN = [
     (dict(advantages=advantages, card=replace(GOOD["card"], use_when="")), "`use_when` of its card is empty"),
     (dict(advantages=advantages, card=replace(GOOD["card"], avoid_when="")), "`avoid_when` of its card is empty"),
     (dict(advantages=advantages, needs={"logits"}), "`needs` has 'logits'"),
-    (dict(advantages=advantages, in_eval=("sample",)), "`in_eval` has 'sample'"),
+    (dict(advantages=advantages, in_eval=("sample",)), "in_eval` is ('sample',); it must be names of hooks"),
     (dict(advantages=lambda self: 0), "must take (self, rollouts)"),
     (dict(advantage=advantages), "Did you mean `advantages`?"),
 ]
@@ -729,7 +729,7 @@ BROKEN_TURNS = [
     (dict(function=lambda self, r: by_turn(self, r).cumsum(0)), "depend on the order of the rows (`advantages`)"),
     (dict(needs=set()), '`advantages_per` is "turn", so `needs` must have "turns"'),
     (dict(needs=set()), "makes one advantage per turn, and this batch does not say what its turns are"),
-    (dict(advantages_per="token"), "`advantages_per` is 'token'; it must be"),
+    (dict(advantages_per="token"), "advantages_per` is 'token'; it must be"),
     (dict(advantages_per="row"), "one number per row (16) is needed, as the class says"),
     (dict(function=advantages), "one number per turn (36) is needed, as the class says"),
     (

@@ -515,7 +515,9 @@ class _Waiting:
         return None
 
 
-def together(programs: Sequence[Generator[Any, Any, T]], first: int | None = None) -> Generator[Any, Any, list[T]]:
+def together(  # noqa: C901  # one loop and the closures that advance it
+    programs: Sequence[Generator[Any, Any, T]], first: int | None = None
+) -> Generator[Any, Any, list[T]]:
     """Runs several programs as one: `results = yield from together([one(k) for k in range(n)])`.
 
     Each is written as if it were alone. In TRL, what they ask for at the same time becomes one batch of the engine. On

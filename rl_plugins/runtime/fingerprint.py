@@ -123,19 +123,7 @@ class _Digest:
         import pyarrow.compute as pc
 
         is_ = pa.types
-        while True:  # down to how the values lie in memory
-            if isinstance(array.type, pa.BaseExtensionType):
-                array = array.storage
-            elif is_.is_dictionary(array.type):
-                array = array.dictionary_decode()
-            elif is_.is_run_end_encoded(array.type):
-                array = pc.run_end_decode(array)
-            elif is_.is_string_view(array.type):
-                array = array.cast(pa.large_string())
-            elif is_.is_binary_view(array.type):
-                array = array.cast(pa.large_binary())
-            else:
-                break
+        array = _as_stored(array)
         kind = array.type
         valid = np.ones(len(array), np.uint8)
         if array.null_count:
@@ -156,15 +144,7 @@ class _Digest:
         elif (
             is_.is_string(kind) or is_.is_large_string(kind) or is_.is_binary(kind) or is_.is_large_binary(kind)
         ):  # the wide forms hold the same values
-            name = "text" if is_.is_string(kind) or is_.is_large_string(kind) else "bytes"
-            if not len(array):
-                self._feed(path, name, b"")
-                return
-            wide = is_.is_large_string(kind) or is_.is_large_binary(kind)
-            _, ends, values = array.buffers()
-            ends = np.frombuffer(ends, np.int64 if wide else np.int32)[array.offset : array.offset + len(array) + 1]
-            self._feed(path, f"{name} lengths", np.diff(ends).astype(np.int64))
-            self._feed(path, name, memoryview(values or b"")[ends[0] : ends[-1]])
+            self._add_text(path, array)
         elif is_.is_fixed_size_binary(kind) or is_.is_primitive(kind) or is_.is_decimal(kind):
             width = kind.bit_width // 8
             data = b"" if not len(array) else memoryview(array.buffers()[1])
@@ -172,6 +152,42 @@ class _Digest:
         else:  # maps, unions, views of lists
             for value in array.to_pylist():
                 self._feed(path, str(kind), _text(value).encode())
+
+    def _add_text(self, path: tuple[str, ...], array: Any) -> None:
+        import numpy as np
+        import pyarrow as pa
+
+        is_, kind = pa.types, array.type
+        name = "text" if is_.is_string(kind) or is_.is_large_string(kind) else "bytes"
+        if not len(array):
+            self._feed(path, name, b"")
+            return
+        wide = is_.is_large_string(kind) or is_.is_large_binary(kind)
+        _, ends, values = array.buffers()
+        ends = np.frombuffer(ends, np.int64 if wide else np.int32)[array.offset : array.offset + len(array) + 1]
+        self._feed(path, f"{name} lengths", np.diff(ends).astype(np.int64))
+        self._feed(path, name, memoryview(values or b"")[ends[0] : ends[-1]])
+
+
+def _as_stored(array: Any) -> Any:
+    """The array as its values lie in memory."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    is_ = pa.types
+    while True:
+        if isinstance(array.type, pa.BaseExtensionType):
+            array = array.storage
+        elif is_.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        elif is_.is_run_end_encoded(array.type):
+            array = pc.run_end_decode(array)
+        elif is_.is_string_view(array.type):
+            array = array.cast(pa.large_string())
+        elif is_.is_binary_view(array.type):
+            array = array.cast(pa.large_binary())
+        else:
+            return array
 
 
 def _arrow(dataset: Any) -> _Arrow | None:

@@ -99,17 +99,7 @@ def preflight(stack: MethodStack, host: HostCapabilities) -> dict[str, Any]:
     brought = brought.union(*(m.brings for m in stack.methods))
     for m in stack.methods:
         problems += _other_policies(m, host.name)
-        for hook in m.claims():
-            if hook not in host.hooks:
-                why = host.missing_hooks.get(hook, f"this version of the {host.name} adapter does not serve it.")
-                problems.append(f"`{m.name}` changes `{hook}`, and {host.name} cannot do that here: {why}")
-        for hook in m.in_eval:
-            if hook not in host.eval_hooks:
-                problems.append(f"`{m.name}` acts with `{hook}` in evaluation, which {host.name} does not serve.")
-        for signal in sorted(m.needs - brought):
-            why_not = _missing(signal, host)
-            if why_not:
-                problems.append(f"`{m.name}` needs {SIGNALS.get(signal, f'`{signal}`')}: {why_not}")
+        problems += _not_offered(m, host, brought)
         for option, value in m.host_options.get(host.name, {}).items():
             problem = _set_option(m, option, value, host, options, wanted)
             if problem:
@@ -151,6 +141,25 @@ def _other_policies(m: Method, host: str) -> Iterator[str]:
         f"`{m.name}` is for {what}, and {host} trains {policies} here. It runs on: {', '.join(m.hosts)}. Remove it, or "
         f"take one of these hosts."
     )
+
+
+def _not_offered(m: Method, host: HostCapabilities, brought: Collection[str]) -> Iterator[str]:
+    """Hooks that the host does not call, and signals that neither it nor a method has.
+
+    Args:
+        brought: signals of methods.
+    """
+    for hook in m.claims():
+        if hook not in host.hooks:
+            why = host.missing_hooks.get(hook, f"this version of the {host.name} adapter does not serve it.")
+            yield f"`{m.name}` changes `{hook}`, and {host.name} cannot do that here: {why}"
+    for hook in m.in_eval:
+        if hook not in host.eval_hooks:
+            yield f"`{m.name}` acts with `{hook}` in evaluation, which {host.name} does not serve."
+    for signal in sorted(m.needs - set(brought)):
+        why_not = _missing(signal, host)
+        if why_not:
+            yield f"`{m.name}` needs {SIGNALS.get(signal, f'`{signal}`')}: {why_not}"
 
 
 def _wrong_sizes(m: Method, run: Run, host: HostCapabilities) -> Iterator[str]:

@@ -311,21 +311,9 @@ def check_class(cls: Any, name: str, origin: str) -> None:
             f"`{cls.__name__}.Params` is {shown(cls.Params)}; `Params` must be a frozen dataclass that inherits from "
             f"MethodParams."
         )
-    why = " ".join(declaration_problems(cls.Params)) or _unfit(cls)
+    why = " ".join(declaration_problems(cls.Params)) or _unfit(cls) or _no_hooks(cls)
     if why:
         raise refuse(why)
-    for attribute, value in vars(cls).items():
-        if attribute in HOOKS and not callable(value):
-            raise refuse(f"`{cls.__name__}.{attribute}` is {shown(value)}; a hook must be a function.")
-        if attribute.startswith("_") or not inspect.isfunction(value):
-            continue
-        if attribute in HOOKS or attribute in ("check", "start"):
-            wanted = list(inspect.signature(getattr(Method, attribute)).parameters)
-            given = list(inspect.signature(value).parameters)
-            if len(given) != len(wanted):
-                raise refuse(f"`{attribute}({', '.join(given)})` must take ({', '.join(wanted)}).")
-        elif not hasattr(Method, attribute) and did_you_mean(attribute, HOOKS):
-            raise refuse(f"`{attribute}` is no hook.{did_you_mean(attribute, HOOKS)} Start a helper's name with `_`.")
     if not cls.claims() and not cls.host_options:
         raise refuse(
             f"`{cls.__name__}` overrides no hook and sets no option of a host, so it changes nothing. The hooks are: "
@@ -337,6 +325,23 @@ def check_class(cls: Any, name: str, origin: str) -> None:
         raise refuse(str(e)) from e
     except ConfigError:
         pass  # it has a parameter that must be given
+
+
+def _no_hooks(cls: type[Method]) -> str:
+    """What is wrong with a function or a hook of a class; empty if nothing is."""
+    for attribute, value in vars(cls).items():
+        if attribute in HOOKS and not callable(value):
+            return f"`{cls.__name__}.{attribute}` is {shown(value)}; a hook must be a function."
+        if attribute.startswith("_") or not inspect.isfunction(value):
+            continue
+        if attribute in HOOKS or attribute in ("check", "start"):
+            wanted = list(inspect.signature(getattr(Method, attribute)).parameters)
+            given = list(inspect.signature(value).parameters)
+            if len(given) != len(wanted):
+                return f"`{attribute}({', '.join(given)})` must take ({', '.join(wanted)})."
+        elif not hasattr(Method, attribute) and did_you_mean(attribute, HOOKS):
+            return f"`{attribute}` is no hook.{did_you_mean(attribute, HOOKS)} Start a helper's name with `_`."
+    return ""
 
 
 def _undecorated(params: type[MethodParams]) -> bool:
