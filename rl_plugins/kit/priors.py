@@ -25,6 +25,7 @@ from torch import Tensor
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.groups import Groups
 from rl_plugins.core.params import FUNCTION, MethodParams, param
+from rl_plugins.kit.columns import cell
 from rl_plugins.kit.prompt_memory import Counts
 from rl_plugins.kit.services import Service, number, prompt_text
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 FEATURES = 2048  # buckets that n-grams of characters are hashed into
 NGRAMS = (1, 2, 3)
 MOST_FEATURES = 4096  # prompts whose features are kept, 16 kB each
-_NESTED = ("extra_info", "reward_model")  # columns of verl's datasets whose fields count as columns
 
 
 @dataclass(frozen=True)
@@ -327,16 +327,3 @@ def _whole_column(dataset: Any, name: str) -> Tensor | None:
         return None  # rows are made by a function, or hold no numbers
     column = dataset.select_columns([name]).with_format("arrow")[:].column(name)
     return None if column.null_count else torch.from_numpy(column.to_numpy().astype("float64"))
-
-
-def cell(dataset: Any, prompt: int, column: str) -> Any:
-    """What stands in a column of a dataset row, or in a field of those whose fields count as columns.
-
-    Raises:
-        ConfigError: nothing does.
-    """
-    row = dataset[prompt]
-    for place in (row, *(row[name] for name in _NESTED if isinstance(row.get(name), Mapping))):
-        if column in place:
-            return place[column]
-    raise ConfigError(f"The dataset has no column `{column}` (it has: {', '.join(sorted(row))}). Add it.")

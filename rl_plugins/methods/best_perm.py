@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,9 +26,9 @@ from rl_plugins import (
 from rl_plugins.core.errors import shown
 from rl_plugins.core.params import GIVEN
 from rl_plugins.core.rollouts import GroupSoFar, weighted_reward
-from rl_plugins.kit.priors import cell
+from rl_plugins.kit.columns import planned_cell, rewritten
 from rl_plugins.kit.prompt_memory import SuccessParams
-from rl_plugins.kit.services import fill, media_of, with_task
+from rl_plugins.kit.services import fill, media_of
 
 HINTED = "{prompt}\n\nHint: {hint}"
 MOST_LOGGED = 16  # hints with a metric of their own
@@ -208,7 +208,7 @@ class BestPerm(Method):
         p = self.params
         if p.templates:
             return list(p.templates)
-        found = self._cell(row, p.hints_column)
+        found = planned_cell(self._dataset, row, p.hints_column)
         if found is None:
             return []
         hints = [found] if isinstance(found, str) else list(found)
@@ -222,22 +222,12 @@ class BestPerm(Method):
     def _hinted(self, row: PlanRow, k: int, hint: str, n: int) -> PlanRow:
         """n rollouts of the group of `row` under the prompt with hint k."""
         p = self.params
-        template, fields = (hint, {}) if p.templates else (p.hint_template, {"hint": hint})
-        prompt = with_task(
-            self._cell(row, p.prompt_column), lambda problem: fill(template, {**fields, "prompt": problem})
-        )
-        edit = {**(row.edit or {}), p.prompt_column: prompt}
-        return row.replace(n=n, spare=0, given=(), edit=edit).marked(self.name, k)
 
-    def _cell(self, row: PlanRow, column: str) -> Any:
-        """The content of a column of a planned prompt."""
-        if row.edit and column in row.edit:
-            return row.edit[column]
-        if row.prompt_index < 0:
-            raise MethodError(
-                f"A foreign prompt of the plan has no column `{column}` in its `edit`. Add it; hints are read from it."
-            )
-        return cell(self._dataset, row.prompt_index, column)
+        def told(problem: str) -> str:
+            return fill(hint if p.templates else p.hint_template, {"prompt": problem, "hint": hint})
+
+        hinted = rewritten(self._dataset, row, p.prompt_column, told)
+        return hinted.replace(n=n, spare=0, given=()).marked(self.name, k)
 
     def _report(self, plain: Tensor, hinted: int, rescued: int, tries: int) -> None:
         known = plain[~torch.isnan(plain)]

@@ -13,6 +13,7 @@ from rl_plugins import Completion, Groups, Idle, Method, Plan, PlanRow, Rollouts
 from rl_plugins.core.requests import Turn
 from rl_plugins.kit.prompt_memory import SuccessParams
 from rl_plugins.methods.dart.history import STORED, TaskHistory, is_stored, scored, success_rate
+from rl_plugins.methods.rollout_replay.groups import Sampled
 
 
 class DartPool(Method):
@@ -175,40 +176,31 @@ class DartPool(Method):
 
     def _successes(self, rollouts: Rollouts, tokens: Tokens) -> dict[int, dict[str, Any]]:
         """The last success of every task in this batch, ready to be given."""
-        ids = rollouts.token_ids
-        assert ids is not None and tokens.rollout_logprobs is not None  # in `needs`
         several = rollouts.groups.rows(rollouts.groups.max(rollouts.index.double())) > 0
         right = (self.params.successes(rollouts.reward) == 1) & rollouts.kept & ~several & ~is_stored(rollouts)
         right &= (rollouts.prompt_index >= 0) & (rollouts.length > 0)
-        last: dict[int, int] = {}
-        for row in right.nonzero()[:, 0].tolist():
-            last[int(rollouts.prompt_index[row])] = row
-        found = {task: self._entry(rollouts, tokens, task, row) for task, row in last.items()}
+        last = {int(rollouts.prompt_index[row]): row for row in right.nonzero()[:, 0].tolist()}
+        sampled = Sampled.of(rollouts, tokens)
+        found = {task: self._entry(sampled, tokens, task, row) for task, row in last.items()}
         return {task: entry for task, entry in found.items() if entry is not None}
 
-    def _entry(self, rollouts: Rollouts, tokens: Tokens, task: int, row: int) -> dict[str, Any] | None:
+    def _entry(self, sampled: Sampled, tokens: Tokens, task: int, row: int) -> dict[str, Any] | None:
         """None if the probability of a token is not known."""
-        ids, mine = rollouts.token_ids, tokens.row == row
-        assert ids is not None and tokens.rollout_logprobs is not None
-        size, place = len(ids.completion[row]), tokens.position[mine]
-        logprobs = torch.zeros(size)
-        logprobs[place] = tokens.rollout_logprobs[mine].float().clamp(max=0.0)
-        known = torch.isfinite(tokens.rollout_logprobs[mine]) & ~tokens.forced[mine]
-        versions = torch.full((size,), int(rollouts.version[row]))
-        if tokens.version is not None:
-            versions[place] = tokens.version[mine]
-        if not bool(known.all()) or len(place) != int((~ids.observed[row]).sum()):
+        rollouts, ids = sampled.rollouts, sampled.rollouts.token_ids
+        assert ids is not None
+        logprobs, observed = sampled.logprobs[row], ids.observed[row]
+        if not bool((torch.isfinite(logprobs) | observed).all()):
             return None
         names = rollouts.reward_names
         return {
             "task": task,
             "prompt": ids.prompt[row].clone(),
             "tokens": ids.completion[row].clone(),
-            "observed": ids.observed[row].clone(),
-            "logprobs": logprobs,
-            "versions": versions,
+            "observed": observed.clone(),
+            "logprobs": logprobs.clamp(max=0.0).nan_to_num(nan=0.0),
+            "versions": sampled.versions[row].clone(),
             "rewards": dict(zip(names, rollouts.rewards[row].tolist(), strict=True)),
-            "turns": self._turns(rollouts, tokens, mine),
+            "turns": self._turns(rollouts, tokens, tokens.row == row),
         }
 
     def _turns(self, rollouts: Rollouts, tokens: Tokens, mine: Tensor) -> list[dict[str, Any]]:

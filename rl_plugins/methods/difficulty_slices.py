@@ -108,7 +108,7 @@ class DifficultySlices(Method):
 
     def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
         state, p = self.state, self.params
-        taken = np.unique(np.array([i for i in pool.taken if i >= 0], dtype=np.int64))  # a foreign prompt is -1
+        taken = np.array(pool.taken, dtype=np.int64)
         own_free, others_free = self._free(taken, pool.batch)
         if not len(self._members[OTHERS]):
             if len(pool.proposal) == n and not len(taken):

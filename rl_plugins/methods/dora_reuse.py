@@ -125,7 +125,7 @@ class DoraReuse(Method):
         check_prompts(rollouts, self.name)
         groups = rollouts.groups
         signal = groups.max(rollouts.reward) > groups.min(rollouts.reward)  # False without rewards
-        return groups.rows(signal) | self._reused(rollouts)
+        return groups.rows(signal) | rollouts.marked(self.name)
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
         trained = self._trained(rollouts)
@@ -133,7 +133,7 @@ class DoraReuse(Method):
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         p, now = self.params, rollouts.current_version
-        reused, trained = self._reused(rollouts), self._trained(rollouts)
+        reused, trained = rollouts.marked(self.name), self._trained(rollouts)
         surplus = rollouts.kept & ~trained
 
         def count(rows: Tensor) -> int:
@@ -168,13 +168,9 @@ class DoraReuse(Method):
         usable[usable.clone()] = groups.rows(sampled.storable(usable, self._group_size, self.warn))
         return sampled.packed(usable)
 
-    def _reused(self, rollouts: Rollouts) -> Tensor:
-        """(rows,) bool: the group comes from the buffer."""
-        return torch.tensor([m is not None for m in rollouts.marks(self.name)], dtype=torch.bool)
-
     def _trained(self, rollouts: Rollouts) -> Tensor:
         """(rows,) bool: of the groups that were kept, the reused ones and the first made ones that the batch holds."""
-        reused, kept = self._reused(rollouts), rollouts.kept
+        reused, kept = rollouts.marked(self.name), rollouts.kept
         groups = Groups(rollouts.group)  # numbers in the order of the plan
         made = groups.max((kept & ~reused).double()) > 0
         room = self.state.get("total", groups.count) - Groups(rollouts.group[reused & kept]).count

@@ -64,11 +64,9 @@ class EchoLabels(Method):
         asked: Counter[int] = Counter()
         for row in plan.rows:
             asked[row.group] += row.n + row.spare
-        rows, seen = [], set()
+        rows = []
         for row in plan.rows:
-            if row.group not in seen:
-                seen.add(row.group)
-                trained = asked[row.group]
+            if trained := asked.pop(row.group, 0):
                 more = max(0, self.params.n_votes - trained)
                 row = row.replace(spare=row.spare + more).marked(self.name, trained)
             rows.append(row)
@@ -76,30 +74,25 @@ class EchoLabels(Method):
 
     def rewards(self, rollouts: Rollouts) -> Tensor:
         assert rollouts.text is not None  # in `needs`
-        group, rollout = rollouts.group.tolist(), rollouts.rollout.tolist()
         once = rollouts.per_rollout
-        last = dict(zip(zip(once.group.tolist(), once.rollout.tolist(), strict=True), once.last.tolist(), strict=True))
-        answer = {who: self._answer(rollouts.text[i]) for who, i in last.items()}
-        votes: dict[int, Counter[str]] = {g: Counter() for g, _ in last}
-        size: Counter[int] = Counter()
-        for (g, _), a in answer.items():
-            size[g] += 1
-            if a is not None:
-                votes[g][a] += 1
-        label = {g: counted.most_common(1)[0] if counted else (None, 0) for g, counted in votes.items()}
-        right = [
-            answer[who] is not None and answer[who] == label[who[0]][0] for who in zip(group, rollout, strict=True)
-        ]
-        if label:
-            self.log("majority_ratio", sum(n / size[g] for g, (_, n) in label.items()) / len(label))
-            self.log("answered", sum(a is not None for a in answer.values()) / len(answer))
-            self._log_truth(rollouts, last, answer, {g: of for g, (of, _) in label.items()})
+        group, count = once.groups.index.tolist(), once.groups.count
+        answers = [self._answer(rollouts.text[row]) for row in once.last.tolist()]
+        votes = [Counter[str]() for _ in range(count)]
+        for g, answer in zip(group, answers, strict=True):
+            votes[g].update(() if answer is None else (answer,))
+        labels, won = zip(*(v.most_common(1)[0] if v else (None, 0) for v in votes), strict=True) if count else ((), ())
+        right = [a is not None and a == labels[g] for g, a in zip(group, answers, strict=True)]
+        if count:
+            size = once.groups.size.double()
+            self.log("majority_ratio", (torch.tensor(won, dtype=torch.float64) / size).mean())
+            self.log("answered", sum(a is not None for a in answers) / len(answers))
+            self._log_truth(rollouts, answers, [labels[g] for g in group], right)
         if self.traced:
-            own = [str(answer[who]) for who in zip(group, rollout, strict=True)]
-            first, votes_for = [str(label[g][0]) for g in group], [label[g][1] for g in group]
+            of = [(str(answers[k]), str(labels[group[k]]), won[group[k]]) for k in once.rows.index.tolist()]
+            own, label, votes_for = zip(*of, strict=True)
             text = "answered {}; the label {} has {votes} of {size} votes"
-            self.note(None, text, own, first, votes=votes_for, size=[size[g] for g in group])
-        return torch.tensor(right, dtype=torch.float64)
+            self.note(None, text, own, label, votes=votes_for, size=once.rows.rows(once.groups.rows(once.groups.size)))
+        return once.rows.rows(torch.tensor(right, dtype=torch.float64))
 
     def select(self, rollouts: Rollouts) -> Tensor:
         """The first n rollouts of every group stay; a group that this method did not plan is unchanged."""
@@ -121,16 +114,14 @@ class EchoLabels(Method):
         return found or None
 
     def _log_truth(
-        self,
-        rollouts: Rollouts,
-        last: dict[tuple[int, int], int],
-        answer: dict[tuple[int, int], str | None],
-        label: dict[int, str | None],
+        self, rollouts: Rollouts, answers: list[str | None], labels: list[str | None], right: list[bool]
     ) -> None:
-        column = self.params.label_column
+        """Answer, label of the group and reward of every rollout against the true answers."""
+        column, once = self.params.label_column, rollouts.per_rollout
         if not column:
             return
-        truth = {g: str(rollouts.meta[column][i]).strip() for (g, _), i in last.items()}
-        self.log("label_accuracy", sum(label[g] == truth[g] for g in label) / len(label))
-        agree = [(a is not None and a == label[g]) == (a == truth[g]) for (g, _), a in answer.items()]
+        truth = [str(rollouts.meta[column][row]).strip() for row in once.last.tolist()]
+        found = torch.tensor([label == t for label, t in zip(labels, truth, strict=True)], dtype=torch.float64)
+        self.log("label_accuracy", once.groups.mean(found).mean())
+        agree = [r == (a == t) for r, a, t in zip(right, answers, truth, strict=True)]
         self.log("reward_accuracy", sum(agree) / len(agree))

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Method, MethodParams, PromptPool, Rollouts, Run, Tokens, from_params, param
 from rl_plugins.core.errors import did_you_mean, shown
-from rl_plugins.kit.priors import cell, dataset_of
+from rl_plugins.kit.columns import cell
+from rl_plugins.kit.priors import dataset_of
 
 Array = NDArray[np.float64]
 
@@ -146,7 +147,7 @@ class LinearTS(Method):
         }
 
     def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
-        taken = np.array(sorted({i for i in pool.taken if i >= 0}), dtype=np.int64)  # a foreign prompt is -1
+        taken = np.array(pool.taken, dtype=np.int64)
         free = np.array([len(prompts) for prompts in self._prompts])
         free = free - np.bincount(self._arm.numpy()[taken], minlength=len(free))
         count, owed = shares(self._weights(pool.batch), n, free, self.state["owed"].numpy())

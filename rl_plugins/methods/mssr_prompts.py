@@ -61,13 +61,12 @@ class MssrPrompts(Tracked):
         self.state["tried"].index_fill_(0, scored, 1.0)
 
     def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
-        taken = sorted({i for i in pool.taken if i >= 0})  # a foreign prompt is -1
         value = torch.where(self.state["tried"] > 0, self._values(torch.arange(pool.size)), 0.5)
         weight = (torch.sqrt(value * (1 - value)) + _FLOOR) ** self.params.priority
         if not pool.taken:
             self.log("weight", weight.mean())
         arrival = torch.from_numpy(self.rng("prompts").exponential(size=pool.size)) / weight
-        arrival[taken] = torch.inf
+        arrival[list(pool.taken)] = torch.inf
         chosen: list[int] = torch.sort(arrival, stable=True).indices[:n].tolist()
         self.note(chosen, "value {value:.2f}, weight {weight:.2g}", value=value[chosen], weight=weight[chosen])
         return chosen

@@ -75,9 +75,8 @@ class Vade(Method):
 
     def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
         state = self.state
-        taken = {i for i in pool.taken if i >= 0}  # a foreign prompt is -1
         score, rng = SCORES[self.params.score], self.rng("prompts")
-        draws = best_draws(partial(COUNTS.of, state), pool.size, COUNTS.most(state), score, n, taken, rng)
+        draws = best_draws(partial(COUNTS.of, state), pool.size, COUNTS.most(state), score, n, set(pool.taken), rng)
         chosen: list[int] = draws.rows.tolist()
         if self.traced:
             alpha, beta = (c + 1 for c in COUNTS.of(state, torch.from_numpy(draws.rows)))

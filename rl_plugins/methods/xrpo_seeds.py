@@ -24,9 +24,9 @@ from rl_plugins import (
     param,
 )
 from rl_plugins.core.rollouts import GroupSoFar
-from rl_plugins.kit.priors import cell
+from rl_plugins.kit.columns import cell, rewritten
 from rl_plugins.kit.prompt_memory import SuccessParams
-from rl_plugins.kit.services import fill, media_of, prompt_text, with_task
+from rl_plugins.kit.services import fill, media_of, prompt_text
 from rl_plugins.methods.xrpo.similarity import tfidf_cosine, words
 
 TEMPLATE = (
@@ -167,13 +167,13 @@ class XrpoSeeds(Method):
         examples = self._examples(row.prompt_index)
         if not examples:
             return row
-        column, edit, answers = self.params.prompt_column, dict(row.edit or {}), self.state["answers"]
+        p, answers = self.params, self.state["answers"]
         shown = "\n\n".join(fill(EXAMPLE, {"problem": self._text(i), "solution": answers[str(i)]}) for i in examples)
-        prompt = edit[column] if column in edit else cell(self._dataset, row.prompt_index, column)
-        told = with_task(
-            prompt, lambda task: fill(self.params.template or TEMPLATE, {"examples": shown, "problem": task})
-        )
-        return row.replace(edit={**edit, column: told})
+
+        def told(task: str) -> str:
+            return fill(p.template or TEMPLATE, {"examples": shown, "problem": task})
+
+        return rewritten(self._dataset, row, p.prompt_column, told)
 
     def _examples(self, prompt: int) -> list[int]:
         """Dataset rows of the most similar solved prompts, the most similar first, of equal ones the newest."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -83,14 +82,8 @@ class Arrol(Method):
                 f"{run.max_completion_length} tokens, so nothing is ever stopped. Lower it."
             )
         none = torch.zeros(0, dtype=torch.float64)
-        self.state = {
-            "head": None,
-            "moments": None,
-            "features": none.view(0, 0),
-            "label": none,
-            "weight": none,
-            "score": none,
-        }
+        window = {"features": none.view(0, 0), "label": none, "weight": none, "score": none}
+        self.state = {"head": None, "moments": None, **window}
 
     def plan(self, plan: Plan) -> Plan | None:
         """Attaches the head, once it may be used."""
@@ -148,36 +141,33 @@ class Arrol(Method):
     # ---- generation
 
     def rollout(self, prompt: Prompt) -> Program:
-        payload: Any = prompt.mark(self.name)
-        stops = payload is not None and self.params.keep_ratio < 1
-        begun, rows = yield from self._begin(prompt, self.params.detect_tokens if stops else None)
-        features: Any = yield from self._features(prompt.start(), begun)
-        decision = _Decision(np.ones(len(rows), dtype=bool), np.ones(len(rows)), None)
-        if stops and features is not None:
-            decision = self._decide(prompt, payload, begun, rows, features)
-        if stops:
-            rows = yield from self._finish(prompt, rows, decision.stays & self._going(prompt, begun, rows, 0))
-        return self._survivors_noted(rows, features, decision)
+        p, start, n = self.params, prompt.start(), prompt.n
+        judge: Any = prompt.mark(self.name) if p.keep_ratio < 1 else None
+        top = p.top if p.features is None else 0
+        begun = yield Generate(start, n=n, max_tokens=None if judge is None else p.detect_tokens, top=top)
+        rows = [start.add(g) for g in begun]
+        features: Any = yield from self._features(start, begun)
+        stays, keep, q = np.ones(n, dtype=bool), np.ones(n), np.full(n, np.nan)
+        if judge is not None and features is not None:
+            q = Calibrator(judge["rates"])(quality(judge["head"], features)).numpy()
+            undecided = going(prompt, begun, rows, p.detect_tokens)
+            if undecided.any():
+                ended = int((~undecided).sum())
+                stays[undecided], keep[undecided] = self._survivors(prompt, q[undecided], ended, judge["shift"])
+                self.log("expected_right", q[stays].mean(), weight=int(stays.sum()))
+            self.log("stopped", float((~stays).mean()), weight=n)
+        if judge is not None:
+            which = (stays & going(prompt, begun, rows, 0)).nonzero()[0].tolist()
+            rest = yield [Generate(rows[i]) for i in which]
+            for i, (made,) in zip(which, rest, strict=True):
+                rows[i] = rows[i].add(made)
+        return [rows[i].noted(**{self.name: self._noted(features, keep, q, i)}) for i in stays.nonzero()[0].tolist()]
 
-    def _begin(self, prompt: Prompt, limit: int | None) -> Any:
-        """The first `limit` tokens of each rollout (None: all), as generated and as rows. A part of a program."""
-        start, top = prompt.start(), self.params.top if self.params.features is None else 0
-        begun = yield Generate(start, n=prompt.n, max_tokens=limit, top=top)
-        return begun, [start.add(g) for g in begun]
-
-    def _decide(
-        self, prompt: Prompt, payload: Any, begun: Sequence[Generated], rows: Sequence[Trajectory], features: Any
-    ) -> _Decision:
-        """Which rollouts stay: those that have ended, and the survivors of the others."""
-        q = Calibrator(payload["rates"])(quality(payload["head"], features)).numpy()
-        undecided = self._going(prompt, begun, rows, self.params.detect_tokens)
-        stays, keep = np.ones(len(rows), dtype=bool), np.ones(len(rows))
-        if undecided.any():
-            ended = int((~undecided).sum())
-            stays[undecided], keep[undecided] = self._survivors(prompt, q[undecided], ended, payload["shift"])
-            self.log("expected_right", q[stays].mean(), weight=int(stays.sum()))
-        self.log("stopped", float((~stays).mean()), weight=len(rows))
-        return _Decision(stays, keep, q)
+    @staticmethod
+    def _noted(features: Any, keep: Array, q: Array, i: int) -> dict[str, Any]:
+        """What the driver gets to know of rollout i."""
+        mine = None if features is None else features[i]
+        return {"features": mine, "keep": float(keep[i]), "q": None if np.isnan(q[i]) else float(q[i])}
 
     def _features(self, start: Trajectory, begun: Sequence[Generated]) -> Any:
         """(rows, d) of what the head sees; None if `features` failed. A part of a program."""
@@ -206,49 +196,20 @@ class Arrol(Method):
         k = survivors.count_to_keep(len(q), p.keep_ratio, least)
         if p.selection == "extremes":
             return survivors.extremes(q, k, p.positive_ratio), np.ones(len(q))
-        keep = self._keep_probability(q, k, shift)
+        if p.selection == "survival":
+            keep = survivors.survival(q, p.rule, shift)
+        else:
+            balanced = p.selection == "balanced"
+            wanted = survivors.balanced(q, p.keep_ratio, p.positive_ratio) if balanced else np.ones(len(q))
+            keep = survivors.inclusion(wanted, k)
         chosen = rng.random(len(q)) < keep if p.independent else survivors.draw(keep, rng)
         return survivors.at_least(least, chosen, keep), keep
 
-    def _keep_probability(self, q: Array, k: int, shift: float) -> Array:
-        p = self.params
-        if p.selection == "survival":
-            return survivors.survival(q, p.rule, shift)
-        return survivors.inclusion(
-            np.ones(len(q)) if p.selection == "random" else survivors.balanced(q, p.keep_ratio, p.positive_ratio), k
-        )
 
-    @staticmethod
-    def _going(prompt: Prompt, begun: Sequence[Generated], rows: Sequence[Trajectory], least: int) -> Mask:
-        """(n,) rollouts that have not ended, have room and at least this many new tokens."""
-        going = [
-            g.finish in ("length", "abort") and len(g.tokens) >= least and prompt.room(r) > 0
-            for g, r in zip(begun, rows, strict=True)
-        ]
-        return np.array(going, dtype=bool)
-
-    @staticmethod
-    def _finish(prompt: Prompt, rows: list[Trajectory], go_on: Mask) -> Any:
-        """Generates the rest of these rows. A part of a program."""
-        which = go_on.nonzero()[0].tolist()
-        rest = yield [Generate(rows[i]) for i in which]
-        done = dict(zip(which, rest, strict=True))
-        return [r.add(done[i][0]) if i in done else r for i, r in enumerate(rows)]
-
-    def _survivors_noted(self, rows: Sequence[Trajectory], features: Any, decision: _Decision) -> list[Trajectory]:
-        """The rows that stay, each with what the driver gets to know of it, as a column of the row."""
-        noted = []
-        for i in decision.stays.nonzero()[0].tolist():
-            q = None if decision.q is None else float(decision.q[i])
-            mine = None if features is None else features[i]
-            noted.append(rows[i].noted(**{self.name: {"features": mine, "keep": float(decision.keep[i]), "q": q}}))
-        return noted
-
-
-@dataclass(frozen=True)
-class _Decision:
-    """Of the rollouts of a prompt: which stay, with which probability each was to, and q if it is known."""
-
-    stays: Mask
-    keep: Array
-    q: Array | None
+def going(prompt: Prompt, begun: Sequence[Generated], rows: Sequence[Trajectory], least: int) -> Mask:
+    """(n,) rollouts that have not ended, have room and at least this many new tokens."""
+    pairs = zip(begun, rows, strict=True)
+    return np.array(
+        [g.finish in ("length", "abort") and len(g.tokens) >= least and prompt.room(r) > 0 for g, r in pairs],
+        dtype=bool,
+    )

@@ -17,8 +17,7 @@ STORED = "dart_pool"  # in the payload of a plan row: its first rollout is a sto
 
 def is_stored(rollouts: Rollouts) -> Tensor:
     """(rows,) bool: the rollout was made earlier and given by `dart_pool`."""
-    marked = [mark is not None for mark in rollouts.marks(STORED)]
-    return torch.tensor(marked, dtype=torch.bool) & (rollouts.rollout == 0)
+    return rollouts.marked(STORED) & (rollouts.rollout == 0)
 
 
 @dataclass(frozen=True)

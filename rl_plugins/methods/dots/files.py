@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_plugins import ConfigError
+from rl_plugins import ConfigError, Run
 from rl_plugins.core.errors import shortened
 from rl_plugins.core.files import read_json, whole, write_text
 from rl_plugins.methods.dots.predictor import Adapter
@@ -127,13 +127,23 @@ def load_adapter(path: str | Path, size: int) -> Adapter:
     return adapter
 
 
-def embeddings_of(source: str | Callable[..., Any], dataset: Any, size: int | None) -> tuple[Any, str | None]:
-    """The embeddings of a dataset from a file or a function of the dataset, and the fingerprint noted with them."""
+def embeddings_of(source: str | Callable[..., Any], run: Run) -> tuple[Any, str | None]:
+    """The embeddings of a run's dataset from a file or a function of the dataset, and the fingerprint noted with them.
+
+    Raises:
+        ConfigError: embeddings of another dataset; see `load_embeddings` and `checked_embeddings`.
+    """
+    size = run.dataset_size
     if isinstance(source, str):
         values, noted = load_embeddings(source)
+        if noted is not None and run.fingerprint and noted != run.fingerprint:
+            raise ConfigError(
+                f"the embeddings belong to another dataset (fingerprint {noted}, this run's is {run.fingerprint}). "
+                f"Embed this dataset."
+            )
         return checked_embeddings(values, size, f"`embeddings` ({shortened(source)})"), noted
     try:
-        values = source(dataset)
+        values = source(run.dataset)
     except Exception as e:
         raise ConfigError(f"`embeddings` failed: {type(e).__name__}: {shortened(e)}.") from e
     return checked_embeddings(values, size, "what `embeddings` returned"), None

@@ -14,6 +14,8 @@ from rl_plugins.core.rollouts import Plan, PlanRow, PromptPool, Rollouts, Run, T
 from rl_plugins.methods.dots.files import embeddings_of, load_adapter
 from rl_plugins.methods.dots.predictor import Predictor, draw, selection_logits
 
+REPLAYED = "rollout_replay"  # the method whose rows were made in an earlier batch
+
 
 class Dots(Method):
     """Difficulty-targeted Online data Selection: trains on prompts that the policy solves about half of the time.
@@ -98,16 +100,11 @@ class Dots(Method):
         p = self.params
         assert run.dataset_size is not None  # `needs` has the prompt_index, which a stream lacks
         self.check(run)
-        values, noted = embeddings_of(p.embeddings, run.dataset, run.dataset_size)
-        if noted is not None and run.fingerprint and noted != run.fingerprint:
-            raise ConfigError(
-                f"the embeddings belong to another dataset (fingerprint {noted}, this run's is {run.fingerprint}). "
-                f"Embed this dataset."
-            )
+        values, noted = embeddings_of(p.embeddings, run)
         if noted is None and isinstance(p.embeddings, str):
             self.warn(
-                "the embeddings have no fingerprint of their dataset, so only their number was "
-                "compared. Write them with `rl_plugins.methods.dots.save_embeddings`."
+                "the embeddings have no fingerprint of their dataset, so only their number was compared. Write them "
+                "with `rl_plugins.methods.dots.save_embeddings`."
             )
         adapter = None if p.adapter is None else load_adapter(p.adapter, int(values.shape[1]))
         self._predictor = Predictor(values, adapter, p.attention_temperature)
@@ -118,13 +115,7 @@ class Dots(Method):
         host's own."""
         state = self.state
         if "predicted" not in state or (self.rounds and state["place"] == 0):
-            without = set(pool.taken)
-            first = [i for i in pool.proposal if i not in without][:n]
-            if len(first) < n:
-                without |= set(first)
-                free = [i for i in range(pool.size) if i not in without]
-                first += self.rng("host").permutation(free)[: n - len(first)].tolist()
-            return first
+            return self._hosts(pool, n)
         if not self.rounds and state["place"] == 0 and not state["left"]:
             self._begin(self.params.cycle * state.get("fresh", n), pool.size)
         taken = set(pool.taken)
@@ -133,6 +124,15 @@ class Dots(Method):
             chosen += self._further(n - len(chosen), {*taken, *chosen})
         if "predicted" in state:
             self.note(chosen, "predicted pass rate {predicted:.2f}", predicted=state["predicted"][chosen])
+        return chosen
+
+    def _hosts(self, pool: PromptPool, n: int) -> list[int]:
+        """The prompts that the host proposes, and any others where they are too few."""
+        chosen = [i for i in pool.proposal if i not in pool.taken][:n]
+        if len(chosen) < n:
+            without = {*pool.taken, *chosen}
+            free = [i for i in range(pool.size) if i not in without]
+            chosen += self.rng("host").permutation(free)[: n - len(chosen)].tolist()
         return chosen
 
     def plan(self, plan: Plan) -> Plan | None:
@@ -145,16 +145,16 @@ class Dots(Method):
         return None
 
     def select(self, rollouts: Rollouts) -> Tensor:
-        reference = _is_reference(rollouts)
+        reference = rollouts.marked(self.name)
         self.note(reference, "reference rollout: only pass rates are predicted from it")
         return ~reference
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
-        state, reference = self.state, _is_reference(rollouts)
+        state, reference = self.state, rollouts.marked(self.name)
         trained = rollouts.kept & (rollouts.prompt_index >= 0)
         self.log("reference_rollouts", int(reference.sum()))
         self._report(rollouts, trained)
-        fresh = trained & ~_is_given(rollouts)  # the cycle deals these; a replayed prompt may still come
+        fresh = trained & ~rollouts.marked(REPLAYED)  # the cycle deals these; a replayed prompt may still come
         had = set(rollouts.prompt_index[fresh].tolist())
         state["had"] = sorted({*state["had"], *had})
         state["left"] = [i for i in state["left"] if i not in had]
@@ -244,7 +244,7 @@ class Dots(Method):
             )
 
     def _report(self, rollouts: Rollouts, trained: Tensor) -> None:
-        fresh = trained & ~_is_given(rollouts)
+        fresh = trained & ~rollouts.marked(REPLAYED)
         if not bool(fresh.any()):
             return
         groups, reward = Groups(rollouts.group[fresh]), rollouts.reward[fresh]
@@ -259,16 +259,3 @@ class Dots(Method):
     def _size(self) -> int:
         assert self._predictor is not None  # since `start`
         return len(self._predictor)
-
-
-def _is_reference(rollouts: Rollouts) -> Tensor:
-    return _marked(rollouts, Dots.name)
-
-
-def _is_given(rollouts: Rollouts) -> Tensor:
-    """Rows that were replayed."""
-    return _marked(rollouts, "rollout_replay")
-
-
-def _marked(rollouts: Rollouts, key: str) -> Tensor:
-    return torch.tensor([mark is not None for mark in rollouts.marks(key)], dtype=torch.bool)

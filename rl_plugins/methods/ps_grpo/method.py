@@ -14,7 +14,8 @@ from torch import Tensor
 from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, from_params
 from rl_plugins.core.errors import shown
 from rl_plugins.core.rollouts import Plan, PromptPool, Rollouts, Run
-from rl_plugins.kit.priors import cell, dataset_of
+from rl_plugins.kit.columns import cell
+from rl_plugins.kit.priors import dataset_of
 from rl_plugins.kit.services import number
 from rl_plugins.methods.ps_grpo.params import PsGrpoParams
 from rl_plugins.methods.ps_grpo.texts import Ids, Matrix, Texts, Vocabulary

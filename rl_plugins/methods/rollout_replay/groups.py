@@ -34,12 +34,13 @@ class Sampled:
     @classmethod
     def of(cls, rollouts: Rollouts, tokens: Tokens) -> Sampled:
         ids = rollouts.token_ids
-        assert ids is not None and tokens.rollout_logprobs is not None and tokens.version is not None  # in `NEEDS`
+        assert ids is not None and tokens.rollout_logprobs is not None  # in `needs`
         place = ids.completion.offsets[tokens.row] + tokens.position
         logprobs = torch.full((len(ids.completion.values),), torch.nan)
         logprobs[place] = torch.where(tokens.forced, torch.nan, tokens.rollout_logprobs.float())
         versions = torch.repeat_interleave(rollouts.version, ids.completion.length)
-        versions[place] = tokens.version
+        if tokens.version is not None:
+            versions[place] = tokens.version
         return cls(rollouts, Jagged(logprobs, ids.completion.offsets), Jagged(versions, ids.completion.offsets))
 
     def storable(self, rows: Tensor, size: int, warn: Callable[[str], None]) -> Tensor:

@@ -112,8 +112,7 @@ class RolloutReplay(Method):
         p = self.params
         if p.fresh_share == 1:
             return
-        now, marks = rollouts.current_version, rollouts.marks(self.name)
-        replayed = torch.tensor([m is not None for m in marks], dtype=torch.bool) & rollouts.kept
+        now, replayed = rollouts.current_version, rollouts.marked(self.name) & rollouts.kept
         if bool(rollouts.kept.any()):
             self.log("replayed", replayed[rollouts.kept].double().mean())
         if bool(replayed.any()):
@@ -129,7 +128,7 @@ class RolloutReplay(Method):
         if p.max_staleness is not None:
             stays &= now - stored.version <= p.max_staleness
         stored = stored.keep(stays).compact()
-        delay = max([self.state.get("delay", 0), *(now - m[1] for m in marks if m is not None)])
+        delay = max([self.state.get("delay", 0), *(now - due for _, due in filter(None, rollouts.marks(self.name)))])
         clock = {"now": now, "pace": pace(self.state, now), "delay": delay}
         self.state = {"groups": stored.state(), "names": list(rollouts.reward_names), **clock}
         self.log("stored", len(stored))

@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rl_plugins import (
     ConfigError,
     Idle,
     Method,
-    MethodError,
     Plan,
-    PlanRow,
     Rollouts,
     Run,
     Tokens,
     from_params,
 )
-from rl_plugins.kit.services import ChatEndpoint, fill, prompt_text, with_task
+from rl_plugins.kit.columns import cell, rewritten
+from rl_plugins.kit.services import fill, prompt_text
 from rl_plugins.methods.training_free_grpo import library
 from rl_plugins.methods.training_free_grpo.advisor import HIDDEN, Advisor, Attempt
 from rl_plugins.methods.training_free_grpo.params import TrainingFreeParams
@@ -76,7 +74,7 @@ class TrainingFreeGrpo(Method):
         p = self.params
         if not p.learn and not Path(p.library).exists():
             raise ConfigError(f"there is no library {p.library}, and `learn` is false. Name a file that exists.")
-        self._language_model()
+        _ = p.language_model  # refuses an endpoint that cannot be asked
 
     def start(self, run: Run) -> None:
         p = self.params
@@ -87,21 +85,7 @@ class TrainingFreeGrpo(Method):
             self.warn(f"starts with the {len(found)} experiences of {p.library}.")
         self.state = {"experiences": list(found.values())}
         if p.learn:
-            self._advisor = Advisor(p, self._language_model(), self.log, self.warn)
-
-    def _language_model(self) -> Any:
-        """What is asked; None if nothing is learned."""
-        p = self.params
-        if not p.learn or p.llm is not None:
-            return p.llm
-        return ChatEndpoint(
-            p.llm_url,
-            p.llm_model,
-            api_key_env=p.llm_key_env or "",
-            temperature=p.llm_temperature,
-            max_tokens=p.llm_max_tokens,
-            timeout=p.llm_timeout,
-        )
+            self._advisor = Advisor(p, p.language_model, self.log, self.warn)
 
     @property
     def experiences(self) -> dict[str, str]:
@@ -112,39 +96,15 @@ class TrainingFreeGrpo(Method):
 
     def plan(self, plan: Plan) -> Plan | None:
         """Puts the experiences into every prompt."""
-        experiences = self.experiences
-        if not experiences and self.params.variant == "paper":
+        p, experiences = self.params, self.experiences
+        if not experiences and p.variant == "paper":
             return None
         shown = library.listed(experiences)
-        return plan.replace(rows=tuple(self._with_experiences(row, shown) for row in plan.rows))
-
-    def _with_experiences(self, row: PlanRow, shown: str) -> PlanRow:
-        column, edit = self.params.prompt_column, dict(row.edit or {})
-        prompt = edit[column] if column in edit else self._cell(row.prompt_index)
 
         def told(problem: str) -> str:
-            return fill(self.params.prompt_template, {"problem": problem, "experiences": shown})
+            return fill(p.prompt_template, {"problem": problem, "experiences": shown})
 
-        return row.replace(edit={**edit, column: with_task(prompt, told)})
-
-    def _cell(self, prompt: int) -> Any:
-        """The prompt of a dataset row.
-
-        Raises:
-            MethodError: it is not known.
-        """
-        column = self.params.prompt_column
-        if prompt < 0 or self._dataset is None:
-            raise MethodError(
-                f"the prompt of row {prompt} is not known: the dataset is a stream, or the row is foreign and its "
-                f"`edit` lacks the column `{column}`. Use a dataset with random access."
-            )
-        row = self._dataset[prompt]
-        if column not in row:
-            raise MethodError(
-                f"the dataset has no column `{column}` (it has: {', '.join(sorted(row))}). Set `prompt_column`."
-            )
-        return row[column]
+        return plan.replace(rows=tuple(rewritten(self._dataset, row, p.prompt_column, told) for row in plan.rows))
 
     # ---- the update
 
@@ -178,7 +138,8 @@ class TrainingFreeGrpo(Method):
             last = mine[-1]
             index = int(rollouts.prompt_index[last])
             known = index >= 0 and self._dataset is not None
-            prompt = self._cell(index) if known else rollouts.meta[p.prompt_column][last]  # the latter with our edit
+            column = p.prompt_column  # the rollout's own has our edit
+            prompt = cell(self._dataset, index, column) if known else rollouts.meta[column][last]
             groups.setdefault(group, []).append(
                 Attempt(
                     question=prompt_text(prompt),

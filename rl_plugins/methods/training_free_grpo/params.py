@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from rl_plugins import ConfigError, MethodParams, param
 from rl_plugins.core.params import GIVEN
+from rl_plugins.kit.services import ChatEndpoint
 from rl_plugins.methods.training_free_grpo import texts
 
 _LEARN, _URL = {"learn": True}, {"learn": True, "llm_url": GIVEN}
@@ -78,3 +79,18 @@ class TrainingFreeParams(MethodParams):
                 f"`reward_low` is {self.reward_low:g} and `reward_high` {self.reward_high:g}; the first must be "
                 f"lower. They are the rewards of a failure and of a success."
             )
+
+    @property
+    def language_model(self) -> Any:
+        """What is asked; None if nothing is learned."""
+        if not self.learn or self.llm is not None:
+            return self.llm
+        assert self.llm_url and self.llm_model  # `check`
+        return ChatEndpoint(
+            self.llm_url,
+            self.llm_model,
+            api_key_env=self.llm_key_env or "",
+            temperature=self.llm_temperature,
+            max_tokens=self.llm_max_tokens,
+            timeout=self.llm_timeout,
+        )
