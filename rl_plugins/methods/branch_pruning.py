@@ -166,8 +166,8 @@ class Tails:
         chosen = (self.node & trained).nonzero()[:, 0]
         order = chosen[torch.from_numpy(np.lexsort((-self.score[chosen].numpy(), group[chosen].numpy())))]
         groups = Groups(group[order])
-        place, size = torch.zeros(len(group)), torch.zeros(len(group))
-        place[order], size[order] = places(groups.size).float(), groups.rows(groups.size).float()
+        place, size = torch.zeros(2, len(group), dtype=torch.float64)
+        place[order], size[order] = places(groups.size).double(), groups.rows(groups.size).double()
         return place, size
 
 

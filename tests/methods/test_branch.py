@@ -22,7 +22,7 @@ from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Rollouts, Tokens
 from rl_plugins.methods.branch_advantages import BranchAdvantages
 from rl_plugins.methods.branch_grpo.trees import Trees
-from rl_plugins.methods.branch_pruning import BranchPruning
+from rl_plugins.methods.branch_pruning import BranchPruning, Tails
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
 from rl_plugins.testing.data import take_rows
@@ -443,3 +443,10 @@ def test_parameters_that_prune_nothing_are_refused() -> None:
         built(BranchPruning, width="none")
     with pytest.raises(ConfigError, match="`interval` is 30, and there are no `depths` to move"):
         built(BranchPruning, interval=30)
+
+
+def test_shares_of_nodes_are_those_of_the_authors_float64() -> None:
+    """In float32, 0.58 of 50 would be 29."""
+    rank = torch.arange(50, dtype=torch.float64)
+    tails = Tails(None, rank, torch.ones(50, dtype=torch.bool), torch.zeros(50, dtype=torch.int64))
+    assert int(tails.best_of_each(torch.ones(50, dtype=torch.bool), 0.58).sum()) == int(0.58 * 50) == 28

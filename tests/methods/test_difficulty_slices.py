@@ -25,7 +25,7 @@ from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.registry import load
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.state import load_state, save_state
-from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
+from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
 
 SIZE = 20
 
@@ -232,7 +232,7 @@ def test_counts_equal_the_loop(data: st.DataObject) -> None:
     method.state["right"][:], method.state["trials"][:] = 2.0, 3.0
     group = [p if p >= 0 else 9 for p in prompts]
     rollouts = make_rollouts(rewards, group, prompt_index=prompts)
-    stack.call("observe", method, rollouts, make_tokens(rollouts), {})
+    one_step(stack, rollouts)
     for i in range(4):
         scored = [r for r, p in zip(rewards, prompts, strict=True) if p == i and not math.isnan(r)]
         kept = decay if scored else 1.0
@@ -246,7 +246,7 @@ def test_a_rollout_of_several_rows_counts_once() -> None:
         [1.0, 1.0, 0.0], group=[0] * 3, prompt_index=[0] * 3, rollout=torch.tensor([0, 0, 1]),
         index=torch.tensor([0, 1, 0]),
     )  # fmt: skip
-    stack.call("observe", method, rollouts, make_tokens(rollouts), {})
+    one_step(stack, rollouts)
     assert (float(method.state["right"][0]), float(method.state["trials"][0])) == (1.0, 2.0)
 
 

@@ -16,7 +16,7 @@ from rl_plugins.core.rollouts import Completion, Rollouts
 from rl_plugins.methods.dora_length import DoraLength
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.testing import make_plan, make_rollouts, make_run, make_tokens, start_stack
+from rl_plugins.testing import make_plan, make_rollouts, make_run, one_step, start_stack
 
 LONGEST = 40
 
@@ -36,7 +36,7 @@ def planned(stack: MethodStack, prompts: int = 4, **changes: Any) -> list[Any]:
 
 
 def observed(stack: MethodStack, rollouts: Rollouts) -> dict[str, float]:
-    stack.call("observe", stack.methods[0], rollouts, make_tokens(rollouts), {})
+    one_step(stack, rollouts)
     return {k.removeprefix("dora_length/"): v for k, v in combine([stack.metrics.take()]).items()}
 
 

@@ -21,7 +21,7 @@ from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.state import load_state, save_state
-from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
+from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
 
 NAN = math.nan
 SIZE = 16
@@ -98,7 +98,7 @@ def test_estimates_are_those_of_a_loop() -> None:
         prompts = np.repeat(rng.choice([-1, 0, 1, 2, 3, 3], 6), 4)
         rewards = np.where(rng.random(24) < 0.2, NAN, rng.random(24))
         rollouts = make_rollouts(rewards, prompt_index=prompts.tolist(), batch=number)
-        stack.call("observe", method, rollouts, make_tokens(rollouts), {})
+        one_step(stack, rollouts)
         for i in sorted(set(prompts.tolist()) - {-1}):
             own = [x for x, p in zip(rewards, prompts, strict=True) if p == i and not math.isnan(x)]
             if own:
@@ -120,7 +120,7 @@ def test_a_rollout_of_several_rows_counts_once() -> None:
     stack, method = drive()
     rollout, index = torch.tensor([0, 0, 0, 1]), torch.tensor([0, 1, 2, 0])
     rollouts = make_rollouts([1.0, 1, 1, 0], [0] * 4, rollout=rollout, index=index)
-    stack.call("observe", method, rollouts, make_tokens(rollouts), {})
+    one_step(stack, rollouts)
     assert (float(method.state["right"][0]), float(method.state["trials"][0])) == (1.0, 2.0)
 
 
@@ -287,7 +287,7 @@ def test_batches_planned_ahead_show_as_outside() -> None:
     stack, method = drive(sizes=[1, 4], batches=[1])
     method._enter(1)
     rollouts = make_rollouts([0.0] * 16, prompt_index=np.repeat([0, 1, 2, 9], 4).tolist())  # ties: the set is 0 to 3
-    stack.call("observe", method, rollouts, make_tokens(rollouts), {})
+    one_step(stack, rollouts)
     assert combine([stack.metrics.take()])["drive/outside"] == 0.25
 
 

@@ -22,7 +22,7 @@ from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.state import load_state, save_state
-from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
+from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
 
 NAN = math.nan
 
@@ -60,7 +60,8 @@ def choose(stack: MethodStack, n: int, taken: tuple[int, ...] = (), size: int = 
 
 
 def observe(stack: MethodStack, rollouts: Rollouts, stats: Any = None) -> dict[str, float]:
-    stack.call("observe", stack.methods[0], rollouts, make_tokens(rollouts), stats or {})
+    stack.stats = stats or {}
+    one_step(stack, rollouts)
     return combine([stack.metrics.take()])
 
 

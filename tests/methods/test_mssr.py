@@ -448,7 +448,7 @@ def test_a_prompt_that_was_never_tried_has_the_largest_weight() -> None:
         zero = torch.zeros(4)
         tokens = make_tokens(rollouts.replace(length=torch.ones(4, dtype=torch.int64)))
         tokens = tokens.replace(old_logprobs=zero, ref_logprobs=zero)
-        stack.call("observe", stack.methods[0], rollouts, tokens, {})
+        one_step(stack, rollouts, tokens)
         assert stack.methods[0].state["tried"].tolist() == [1, 0, 1, 0]
         stack.metrics.take()
         choose(stack, 4, 1, step=1)

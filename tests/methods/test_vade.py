@@ -23,7 +23,7 @@ from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.state import load_state, save_state
-from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
+from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
 
 GOLDEN = Golden("vade")
 
@@ -47,7 +47,7 @@ def choose(stack: MethodStack, size: int, n: int, taken: tuple[int, ...] = (), s
 
 def observe(stack: MethodStack, rollouts: Rollouts) -> dict[str, float]:
     """Counts these rollouts and returns what was logged."""
-    stack.call("observe", stack.methods[0], rollouts, make_tokens(rollouts), {})
+    one_step(stack, rollouts)
     return combine([stack.metrics.take()])
 
 
@@ -103,6 +103,8 @@ def test_equals_the_loop(data: st.DataObject) -> None:
     )
     set_counts(method, alpha, beta)
     logged = observe(stack, make_rollouts(rewards, group=groups, prompt_index=prompts))
+    if all(math.isnan(r) for r in rewards):  # a batch without a reward is skipped
+        low = high = 1.0
 
     mixed = []
     for i in range(size):

@@ -32,7 +32,7 @@ def update_scores(state: dict[str, Any], bin: Tensor, loss: Tensor, beta: float,
     of_bin = Groups(bin[known], count=len(state["ema"]))
     mean, visited = of_bin.mean(loss[known]), of_bin.size > 0
     if norm_by_share:
-        mean = mean / (of_bin.size / max(1, int(known.sum())))
+        mean = mean * known.sum() / of_bin.size  # a bin's mean is a float64 tensor, and so is the share of the batch
     ema, first = state["ema"], state["visits"] == 0
     state["ema"] = torch.where(visited, torch.where(first, mean, (1 - beta) * ema + beta * mean), ema)
     state["total"] = state["total"] + torch.where(visited, mean, 0.0)
