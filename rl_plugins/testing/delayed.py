@@ -61,7 +61,7 @@ class Delayed(Method):
         lag = self.params.lag
         if not lag:
             return None
-        fresh = tuple(r.replace(n=0, spare=r.n, payload="fresh") for r in plan.rows)
+        fresh = tuple(r.replace(n=0, spare=r.n).marked(self.name, "fresh") for r in plan.rows)
         old = self._waiting.pop(0) if len(self._waiting) == lag else ()
         first = max((r.group for r in fresh), default=-1) + 1
         return plan.replace(rows=tuple(r.replace(group=first + i) for i, r in enumerate(old)) + fresh)
@@ -69,7 +69,7 @@ class Delayed(Method):
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
         keep = None
         if self.params.lag:  # not in `select`: tokens of rows that leave there are not seen by `observe`
-            keep = torch.tensor([p != "fresh" for p in rollouts.payload or ()], dtype=torch.bool)
+            keep = ~rollouts.marked(self.name)
         old = tokens.rollout_logprobs if self.params.sampled_as_old and len(tokens) else None
         return Shape(keep_rows=keep, old_logprobs=old)
 
@@ -77,11 +77,11 @@ class Delayed(Method):
         if not self.params.lag:
             return
         of_row = tokens.row
-        assert rollouts.token_ids is not None and rollouts.payload is not None  # in `needs`, and by `plan`
+        assert rollouts.token_ids is not None  # in `needs`
         assert tokens.rollout_logprobs is not None and tokens.version is not None
         rows: dict[int, list[Completion]] = {}
         prompt: dict[int, int] = {}
-        for i in [i for i, p in enumerate(rollouts.payload) if p == "fresh"]:
+        for i in rollouts.marked(self.name).nonzero()[:, 0].tolist():
             mine, ids = of_row == i, rollouts.token_ids.completion[i]
             at, logprobs = tokens.position[mine], torch.zeros(len(ids))
             versions = torch.full((len(ids),), int(rollouts.version[i]))
