@@ -30,7 +30,7 @@ pytestmark = pytest.mark.host
         (["of_text"], "`of_text`"),
         (["gives"], "`gives`"),
         (["splits"], "`splits`"),
-        (["whole"], "it needs whole groups in every optimizer step, and rows are shuffled"),
+        (["whole"], "`whole` needs whole groups in every optimizer step.*rows are shuffled"),
         (["looks"], "`level`"),
         (["forks", "explores"], "both decide `rollout`"),
         (["gigpo"], "a sample is made in one go, without turns of an agent"),

@@ -209,7 +209,7 @@ def test_what_is_refused(tmp_path):
             make(tmp_path, methods, **{"num_iterations": 2, **options})
 
     refused(
-        "(?s)`vcpo` changes `before_update`.*Set steps_per_generation=1.*come from num_iterations, use_vllm",
+        "(?s)`vcpo` needs whole groups.*Set steps_per_generation=1.*come from num_iterations, use_vllm",
         ["vcpo"],
         steps_per_generation=2,
         gradient_accumulation_steps=1,
