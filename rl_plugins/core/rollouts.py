@@ -462,7 +462,7 @@ class Rollouts(Replaceable):
         """What the method of this name attached to the plan row of each row (`PlanRow.marked`); None where nothing."""
         return [mark_of(payload, name) for payload in self.payload or [None] * len(self)]
 
-    def marked(self, name: str) -> Tensor:
+    def has_mark(self, name: str) -> Tensor:
         """(rows,) bool, rows that have a mark of this method."""
         return torch.tensor([mark is not None for mark in self.marks(name)], dtype=torch.bool)
 

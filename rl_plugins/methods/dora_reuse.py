@@ -125,7 +125,7 @@ class DoraReuse(Method):
         check_prompts(rollouts, self.name)
         groups = rollouts.groups
         signal = groups.max(rollouts.reward) > groups.min(rollouts.reward)  # False without rewards
-        return groups.rows(signal) | rollouts.marked(self.name)
+        return groups.rows(signal) | rollouts.has_mark(self.name)
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
         trained = self._trained(rollouts)
@@ -133,7 +133,7 @@ class DoraReuse(Method):
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         p, now = self.params, rollouts.current_version
-        reused, trained = rollouts.marked(self.name), self._trained(rollouts)
+        reused, trained = rollouts.has_mark(self.name), self._trained(rollouts)
         surplus = rollouts.kept & ~trained
 
         def count(rows: Tensor) -> int:
@@ -170,7 +170,7 @@ class DoraReuse(Method):
 
     def _trained(self, rollouts: Rollouts) -> Tensor:
         """(rows,) bool: of the groups that were kept, the reused ones and the first made ones that the batch holds."""
-        reused, kept = rollouts.marked(self.name), rollouts.kept
+        reused, kept = rollouts.has_mark(self.name), rollouts.kept
         groups = Groups(rollouts.group)  # numbers in the order of the plan
         made = groups.max((kept & ~reused).double()) > 0
         room = self.state.get("total", groups.count) - Groups(rollouts.group[reused & kept]).count

@@ -69,7 +69,7 @@ class Delayed(Method):
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
         keep = None
         if self.params.lag:  # not in `select`: tokens of rows that leave there are not seen by `observe`
-            keep = ~rollouts.marked(self.name)
+            keep = ~rollouts.has_mark(self.name)
         old = tokens.rollout_logprobs if self.params.sampled_as_old and len(tokens) else None
         return Shape(keep_rows=keep, old_logprobs=old)
 
@@ -81,7 +81,7 @@ class Delayed(Method):
         assert tokens.rollout_logprobs is not None and tokens.version is not None
         rows: dict[int, list[Completion]] = {}
         prompt: dict[int, int] = {}
-        for i in rollouts.marked(self.name).nonzero()[:, 0].tolist():
+        for i in rollouts.has_mark(self.name).nonzero()[:, 0].tolist():
             mine, ids = of_row == i, rollouts.token_ids.completion[i]
             at, logprobs = tokens.position[mine], torch.zeros(len(ids))
             versions = torch.full((len(ids),), int(rollouts.version[i]))

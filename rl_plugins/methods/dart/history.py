@@ -17,7 +17,7 @@ STORED = "dart_pool"  # in the payload of a plan row: its first rollout is a sto
 
 def is_stored(rollouts: Rollouts) -> Tensor:
     """(rows,) bool: the rollout was made earlier and given by `dart_pool`."""
-    return rollouts.marked(STORED) & (rollouts.rollout == 0)
+    return rollouts.has_mark(STORED) & (rollouts.rollout == 0)
 
 
 @dataclass(frozen=True)

@@ -145,16 +145,16 @@ class Dots(Method):
         return None
 
     def select(self, rollouts: Rollouts) -> Tensor:
-        reference = rollouts.marked(self.name)
+        reference = rollouts.has_mark(self.name)
         self.note(reference, "reference rollout: only pass rates are predicted from it")
         return ~reference
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
-        state, reference = self.state, rollouts.marked(self.name)
+        state, reference = self.state, rollouts.has_mark(self.name)
         trained = rollouts.kept & (rollouts.prompt_index >= 0)
         self.log("reference_rollouts", int(reference.sum()))
         self._report(rollouts, trained)
-        fresh = trained & ~rollouts.marked(REPLAYED)  # the cycle deals these; a replayed prompt may still come
+        fresh = trained & ~rollouts.has_mark(REPLAYED)  # the cycle deals these; a replayed prompt may still come
         had = set(rollouts.prompt_index[fresh].tolist())
         state["had"] = sorted({*state["had"], *had})
         state["left"] = [i for i in state["left"] if i not in had]
@@ -244,7 +244,7 @@ class Dots(Method):
             )
 
     def _report(self, rollouts: Rollouts, trained: Tensor) -> None:
-        fresh = trained & ~rollouts.marked(REPLAYED)
+        fresh = trained & ~rollouts.has_mark(REPLAYED)
         if not bool(fresh.any()):
             return
         groups, reward = Groups(rollouts.group[fresh]), rollouts.reward[fresh]

@@ -112,7 +112,7 @@ class RolloutReplay(Method):
         p = self.params
         if p.fresh_share == 1:
             return
-        now, replayed = rollouts.current_version, rollouts.marked(self.name) & rollouts.kept
+        now, replayed = rollouts.current_version, rollouts.has_mark(self.name) & rollouts.kept
         if bool(rollouts.kept.any()):
             self.log("replayed", replayed[rollouts.kept].double().mean())
         if bool(replayed.any()):
