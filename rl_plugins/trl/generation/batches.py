@@ -140,7 +140,7 @@ def decided_by_driver(
     on_driver: list[DriverDecision] = []
 
     def run() -> list[tuple[LocalDecision, int]]:
-        seen = rollouts_of(trainer, work, work.prompts, scored.rewards, parts)
+        seen = rollouts_of(trainer, work, scored.rewards, parts)
         regular = seen.advantages if work.regular else None
         estimator = functools.partial(host_estimator, trainer)
         decision = decide(stack, seen.rollouts, seen.tokens, regular, estimator, budget)

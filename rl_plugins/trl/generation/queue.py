@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from rl_plugins.core.requests import Generate, Prompt, Trajectory
+from rl_plugins.core.requests import Generate, Generated, Prompt, Trajectory
 from rl_plugins.core.rollouts import PlanRow
 from rl_plugins.runtime.carry_over import Group, admit, finished, requeue, without_redundant
 from rl_plugins.runtime.plan import check_length
@@ -13,7 +13,7 @@ from rl_plugins.runtime.ranks import on_driver, on_driver_for_each, rows_each, t
 from rl_plugins.trl.generation.programs import outline
 from rl_plugins.trl.generation.prompts import Prompts
 from rl_plugins.trl.generation.work import ProgramRow, Work, made_already
-from rl_plugins.trl.host import DatasetRow, Trainer
+from rl_plugins.trl.host import DatasetRow, ProgramEngine, Trainer
 
 
 def work_of_queue(trainer: Trainer, prompts: Prompts) -> Work:
@@ -67,48 +67,57 @@ def decode(
         The groups with their tokens, and for each after how many tokens its last rollout ended.
     """
     engine = trainer.program_engine(lambda prompt: {})
+    begun = _begun(trainer, groups, row_of)
+    rooms = [_room(trainer, engine, g) for g in begun]
+    begun = [_without_full(g, room) for g, room in zip(begun, rooms, strict=True)]
+    going = [(i, n) for i, g in enumerate(begun) if not g.complete for n, t in enumerate(g.rollouts) if not finished(t)]
+    numbers = {i: k for k, i in enumerate(dict.fromkeys(i for i, _ in going))}
+    missing = [begun[i].enough - sum(map(finished, begun[i].rollouts)) for i in numbers]
+    rollouts = [begun[i].rollouts[n] for i, n in going]
+    requests = [Generate(t, max_tokens=rooms[i].room(t)) for t, (i, _) in zip(rollouts, going, strict=True)]
+    still = max(0, enough - sum(g.complete for g in begun))
+    made, lengths = engine.race(requests, [numbers[i] for i, _ in going], missing, still)
+    engine.log("train")
+    after = {at: _with(t, new) for at, t, new in zip(going, rollouts, made, strict=True)}
+    ticks = dict(zip(going, lengths, strict=True))
+    ended = []
+    for i, g in enumerate(begun):
+        g = replace(g, rollouts=tuple(after.get((i, n), t) for n, t in enumerate(g.rollouts)))
+        of_group = [ticks.get((i, n), 0) for n in range(g.size)]
+        ended.append(without_redundant(g, of_group) if g.complete else (g, max(of_group)))
+    return [g for g, _ in ended], [tick for _, tick in ended]
+
+
+def _begun(trainer: Trainer, groups: Sequence[Group], row_of: Callable[[PlanRow], DatasetRow]) -> list[Group]:
+    """The groups; those that are new get rollouts that hold their prompt and its prefix."""
     fresh = [g for g in groups if not g.rollouts]
-    tokens = trainer._tokenize_prompts([row_of(g.row)["prompt"] for g in fresh])[0] if fresh else []
-    prompts = {id(g): tuple(ids) for g, ids in zip(fresh, tokens, strict=True)}
-    begun = [
-        replace(g, rollouts=(Trajectory(prompts[id(g)]).force(g.row.prefix),) * g.size) if id(g) in prompts else g
+    tokens = iter(trainer._tokenize_prompts([row_of(g.row)["prompt"] for g in fresh])[0] if fresh else [])
+    return [
+        g if g.rollouts else replace(g, rollouts=(Trajectory(tuple(next(tokens))).force(g.row.prefix),) * g.size)
         for g in groups
     ]
-    requests: list[Generate] = []
-    place: list[tuple[int, int]] = []
-    whole: list[list[Trajectory]] = [list(g.rollouts) for g in begun]
-    for i, g in enumerate(begun):
-        room = Prompt(
-            tokens=tuple(g.rollouts[0].prompt),
-            messages=None,
-            columns={},
-            n=g.size,
-            max_tokens=min(g.row.max_tokens or trainer.max_completion_length, trainer.max_completion_length),
-            max_context=engine.context,
-            chat=engine.chat,
-        )
-        for n, t in enumerate(g.rollouts):
-            left = room.room(t)
-            if finished(t):
-                continue
-            if not left:
-                whole[i][n] = replace(t, finish="length")
-                continue
-            requests.append(Generate(t, max_tokens=left))
-            place.append((i, n))
-    begun = [replace(g, rollouts=tuple(of)) for g, of in zip(begun, whole, strict=True)]
-    ready = [g.complete for g in begun]
-    going = [k for k, (i, _) in enumerate(place) if not ready[i]]
-    requests, place = [requests[k] for k in going], [place[k] for k in going]
-    numbers = {i: k for k, i in enumerate(dict.fromkeys(i for i, _ in place))}
-    missing = [begun[i].enough - sum(map(finished, begun[i].rollouts)) for i in numbers]
-    made, lengths = engine.race(requests, [numbers[i] for i, _ in place], missing, max(0, enough - sum(ready)))
-    engine.log("train")
-    ticks = [[0] * g.size for g in begun]
-    for (i, n), new, length in zip(place, made, lengths, strict=True):
-        t = whole[i][n]
-        whole[i][n] = t.add(new) if new.tokens else replace(t, finish=t.finish or "abort")
-        ticks[i][n] = length
-    after = [replace(g, rollouts=tuple(of)) for g, of in zip(begun, whole, strict=True)]
-    ended = [without_redundant(g, of) if g.complete else (g, max(of)) for g, of in zip(after, ticks, strict=True)]
-    return [g for g, _ in ended], [tick for _, tick in ended]
+
+
+def _room(trainer: Trainer, engine: ProgramEngine, group: Group) -> Prompt:
+    """The prompt of a group, which knows how many tokens still fit."""
+    most = trainer.max_completion_length
+    return Prompt(
+        tokens=tuple(group.rollouts[0].prompt),
+        messages=None,
+        columns={},
+        n=group.size,
+        max_tokens=min(group.row.max_tokens or most, most),
+        max_context=engine.context,
+        chat=engine.chat,
+    )
+
+
+def _without_full(group: Group, prompt: Prompt) -> Group:
+    """The group; rollouts that have no room left end."""
+    ends = [not finished(t) and not prompt.room(t) for t in group.rollouts]
+    rollouts = zip(group.rollouts, ends, strict=True)
+    return replace(group, rollouts=tuple(replace(t, finish="length") if full else t for t, full in rollouts))
+
+
+def _with(trajectory: Trajectory, new: Generated) -> Trajectory:
+    return trajectory.add(new) if new.tokens else replace(trajectory, finish=trajectory.finish or "abort")

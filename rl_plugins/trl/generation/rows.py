@@ -17,7 +17,6 @@ from rl_plugins.core.rollouts import Jagged, Rollouts, TokenIds, Tokens, weighte
 from rl_plugins.runtime.preflight import no_row_has
 from rl_plugins.runtime.turn_table import spans, token_turns, turn_table
 from rl_plugins.trl.generation.programs import host_turns
-from rl_plugins.trl.generation.prompts import Prompts
 from rl_plugins.trl.generation.work import Row, Work, flat
 from rl_plugins.trl.host import HostRows, Trainer, tokenizer_of
 
@@ -216,7 +215,7 @@ def _versions(known: Sequence[Sequence[int] | None], inside: Tensor, now: int) -
     return versions
 
 
-def rollouts_of(trainer: Trainer, work: Work, prompts: Prompts, rewards: Tensor, parts: Sequence[LocalRows]) -> AllRows:
+def rollouts_of(trainer: Trainer, work: Work, rewards: Tensor, parts: Sequence[LocalRows]) -> AllRows:
     """All ranks' rows as the driver sees them, in the order of the plan.
 
     Args:
@@ -234,7 +233,7 @@ def rollouts_of(trainer: Trainer, work: Work, prompts: Prompts, rewards: Tensor,
     group = [m.group for m in made] if made else [p.group for p in plans]
     rollouts = Rollouts(
         group=torch.tensor(group, dtype=torch.int64),
-        prompt_index=torch.tensor([p.prompt_index if prompts.numbered else -1 for p in plans], dtype=torch.int64),
+        prompt_index=torch.tensor([p.prompt_index if work.prompts.numbered else -1 for p in plans], dtype=torch.int64),
         rollout=torch.tensor([m.rollout for m in made] if made else _numbers(group), dtype=torch.int64),
         index=torch.tensor([m.index for m in made] if made else [0] * len(rows), dtype=torch.int64),
         rewards=rewards,
@@ -251,7 +250,7 @@ def rollouts_of(trainer: Trainer, work: Work, prompts: Prompts, rewards: Tensor,
         text=_listed([p.text for p in parts]),
         raw_text=_listed([p.raw_text for p in parts]),
         messages=_listed([p.messages for p in parts]),
-        meta=_columns_of(trainer, [{**prompts.row(p), **m} for p, m in zip(plans, meta, strict=True)])
+        meta=_columns_of(trainer, [{**work.prompts.row(p), **m} for p, m in zip(plans, meta, strict=True)])
         if any(n.startswith("column:") for n in stack.needs)  # reading a row may decode an image
         else {},
         payload=work.payload,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from rl_plugins.trl.changes import changed
 from rl_plugins.trl.generation.programs import served
 from rl_plugins.trl.generation.work import Row, Work
 from rl_plugins.trl.host import DatasetRow, Score, SingleTurn, Trainer
+
+Tokens: TypeAlias = tuple[list[int], list[float | None] | None]  # of a completion, with their log-probs
 
 
 @contextlib.contextmanager
@@ -63,18 +65,7 @@ def completions(
     if all(r.plain for r in work.flat):  # of all ranks: they must make the same request
         # a vLLM server is asked for `each` completions of every each-th prompt
         return host(prompt_ids, images, fields, num_generations if work.regular else 1)
-    todo = [i for i, r in enumerate(rows) if r.asked]
-    ask = todo or [0]  # every rank must enter the engine, even one with nothing to generate
-    if trainer.use_vllm:  # TRL cuts the answer of a server, or of a tensor-parallel group, into equal shares
-        most = max(sum(r.asked for r in part) for part in work.rows)
-        ask = ask + ask[:1] * (most - len(ask))
-    made: dict[int, tuple[list[int], list[float | None] | None]] = {}
-    if todo or len(work.rows) > 1:
-        prompts = [prompt_ids[i] + list(p.prefix if (p := rows[i].plan) else ()) for i in ask]
-        part = {k: [v[i] for i in ask] if isinstance(v, list) else v for k, v in fields.items()}
-        ids, logprobs = host(prompts, images, part, 1)
-        for j, i in enumerate(todo):
-            made[i] = _with_prefix(trainer, rows[i].plan, ids[j], None if logprobs is None else logprobs[j])
+    made = _from_engine(trainer, work, host, prompt_ids, images, fields)
     for i, row in enumerate(rows):
         if i not in made:
             given = row.given or Completion((eos,))
@@ -85,9 +76,26 @@ def completions(
     return out, [made[i][1] or [None] * len(tokens) for i, tokens in enumerate(out)]
 
 
-def _with_prefix(
-    trainer: Trainer, plan: PlanRow | None, ids: list[int], logprobs: list[float | None] | None
-) -> tuple[list[int], list[float | None] | None]:
+def _from_engine(
+    trainer: Trainer, work: Work, host: SingleTurn, prompt_ids: list[list[int]], images: Any, fields: dict[str, Any]
+) -> dict[int, Tokens]:
+    """What this rank's engine makes, by the rows it is asked for."""
+    rows = work.mine
+    todo = [i for i, r in enumerate(rows) if r.asked]
+    if not todo and len(work.rows) == 1:
+        return {}
+    ask = todo or [0]  # every rank must enter the engine, even one with nothing to generate
+    if trainer.use_vllm:  # TRL cuts the answer of a server, or of a tensor-parallel group, into equal shares
+        most = max(sum(r.asked for r in part) for part in work.rows)
+        ask = ask + ask[:1] * (most - len(ask))
+    prompts = [prompt_ids[i] + list(p.prefix if (p := rows[i].plan) else ()) for i in ask]
+    part = {k: [v[i] for i in ask] if isinstance(v, list) else v for k, v in fields.items()}
+    ids, logprobs = host(prompts, images, part, 1)
+    own = [None if logprobs is None else logprobs[j] for j in range(len(todo))]
+    return {i: _with_prefix(trainer, rows[i].plan, ids[j], own[j]) for j, i in enumerate(todo)}
+
+
+def _with_prefix(trainer: Trainer, plan: PlanRow | None, ids: list[int], logprobs: list[float | None] | None) -> Tokens:
     prefix, limit = list(plan.prefix) if plan else [], trainer.max_completion_length
     limit = min(limit, plan.max_tokens) if plan and plan.max_tokens is not None else limit
     if not prefix and len(ids) <= limit:
