@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,10 +113,26 @@ class GRPOConfig(trl.GRPOConfig):
         check_precision(self)
         super().__post_init__()
 
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "method_params": as_names(self.method_params)}
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("methods", "trace") and value:
             refuse_stock_trainers()
         super().__setattr__(name, value)
+
+
+def as_names(value: Any) -> Any:
+    """Parameters as they are logged and saved: a function, a class or another object by its name, module:attribute.
+    Some of them cannot be pickled, and no logger takes them."""
+    if isinstance(value, Mapping):
+        return {key: as_names(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_names(v) for v in value]
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 def check_precision(config: GRPOConfig) -> None:

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from rl_plugins.runtime.ranks import on_driver
 from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.trl.changes import changed
+from rl_plugins.trl.config import as_names
 from rl_plugins.trl.saved import check_saved, resume_from
 
 _Host: Any = object  # for the type checker: whatever trainer the mixin is put before
@@ -37,6 +39,13 @@ class StatefulMixin(_Host):
         super().save_model(output_dir, *args, **kwargs)
         if self.args.save_only_model:
             self._methods_callback.write_state(output_dir)
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        if not self.methods:
+            super()._save(*args, **kwargs)
+            return
+        with changed(self.args, method_params=as_names(self.args.method_params)):  # the arguments are saved, too
+            super()._save(*args, **kwargs)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """The last of the host's files in a checkpoint, but for the one that says that it is whole."""

@@ -9,7 +9,7 @@ from trl.experimental import async_grpo
 
 from rl_plugins.core.errors import ConfigError, shown
 from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES
-from rl_plugins.trl.config import read_methods, refuse_stock_trainers
+from rl_plugins.trl.config import as_names, read_methods, refuse_stock_trainers
 
 
 @dataclass
@@ -53,6 +53,9 @@ class AsyncGRPOConfig(async_grpo.AsyncGRPOConfig):
             )
         read_methods(self)
         super().__post_init__()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "method_params": as_names(self.method_params)}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "methods" and value:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import threading
 
 import pytest
 import torch
-from harness import make, weights
+from harness import make, text_score, weights
 from messages import raises
 
 from rl_plugins.core.errors import StateError
@@ -149,3 +150,32 @@ def test_a_plain_checkpoint_is_no_lost_one(tmp_path, caplog):
         assert again.methods.batch == 5 and again.state.global_step == 5
         anew = [r.message for r in caplog.records if "made without methods. Beginning anew: " in r.message]
         assert len(anew) == (methods[0] in ("v0_5", "vade"))
+
+
+def test_parameters_that_are_objects_are_logged_and_saved_by_their_name(tmp_path):
+    """A client with a lock, and a class of a function: neither can be pickled, and no logger takes them."""
+
+    class Client:
+        def __init__(self):
+            self.lock = threading.Lock()
+
+        def __call__(self, text):
+            return "x"
+
+    client = Client()
+    params = {"training_free_grpo": {"llm": client}}
+    t = make(
+        tmp_path,
+        ["training_free_grpo"],
+        method_params=params,
+        reward=text_score,
+        max_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+    )
+    t.train()
+    saved = torch.load(tmp_path / "out" / "checkpoint-1" / "training_args.bin", weights_only=False)
+    for told in (saved.method_params, json.loads(t.args.to_json_string())["method_params"]):
+        name = told["training_free_grpo"]["llm"]
+        assert name.startswith("test_saved:") and name.endswith("Client")
+    assert t.args.method_params["training_free_grpo"]["llm"] is client
