@@ -23,6 +23,7 @@ from rl_plugins.tools.messages.contracts import (
     repaired,
     text_result,
 )
+from rl_plugins.tools.messages.schemas import KINDS, check_schema, schema_errors
 
 ALLOWED = {"reflex": ["stop", "go"], "strategic": ["plan", "go"]}
 FIELDS = st.sampled_from(["text", "confidence", "steps", "x"])
@@ -220,3 +221,47 @@ def test_a_packet_of_any_depth_is_answered() -> None:
 
 def test_true_is_not_the_number_one() -> None:
     assert Contract("one", {"enum": [1, "a"]}).errors(True) and not Contract("one", {"enum": [1, "a"]}).errors(1)
+
+
+# ---- verdicts, against jsonschema
+
+NAMES = st.sampled_from(["a", "b", "c"])
+NUMBERS = st.integers(-3, 3) | st.sampled_from([-1.5, 0.5, 2.25])  # 1.0 is an integer to jsonschema, and none here
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text("ab", max_size=4),
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(NAMES, inside, max_size=3),
+    max_leaves=8,
+)
+SCHEMAS = st.recursive(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from(sorted(KINDS)),
+            "enum": st.lists(VALUES, min_size=1, max_size=3),
+            "minimum": NUMBERS,
+            "maximum": NUMBERS,
+            "maxLength": st.integers(0, 3),
+            "maxItems": st.integers(0, 2),
+            "required": st.lists(NAMES, max_size=2, unique=True),
+        },
+    ),
+    lambda inside: st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from(["array", "object"]),
+            "items": inside,
+            "properties": st.dictionaries(NAMES, inside, max_size=3),
+            "additionalProperties": st.booleans(),
+        },
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=500)
+@given(schema=SCHEMAS, value=VALUES)
+def test_what_is_valid_is_what_jsonschema_calls_so(schema: Any, value: Any) -> None:
+    """It comes with Ray. It is no dependency, because its texts differ, which agents read, and it takes any keyword."""
+    jsonschema = pytest.importorskip("jsonschema")
+    check_schema(schema, "packet")
+    assert (not list(schema_errors(value, schema, "packet"))) == jsonschema.Draft202012Validator(schema).is_valid(value)
