@@ -98,13 +98,15 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("phase", ["constructor", "reset", "act", "score", "close"])
 @pytest.mark.parametrize("name", METHODS)
-def test_whatever_an_environment_does_every_rollout_is_a_row(name: str, phase: str, fault: str) -> None:
+def test_whatever_an_environment_does_every_rollout_is_a_row(name: str, phase: str, fault: str, caplog: Any) -> None:
     for bad, lost in ((lambda number: number == 1, 1), (lambda number: True, 4)):
         environment = world(phase, FAULTS[fault], bad)
         rows = played(name, environment)
         assert len(rows) == 4
         if phase == "close":
             lost = 0
+            failed = "raises" in fault or fault == "ends the process"
+            assert ("`close` of the environment World failed" in caplog.text) == (failed and name != "rtv_pdr")
         else:
             assert environment.alive["closed"] == environment.alive["made"]
         assert sum(math.isnan(row.meta["score"]) for row in rows) == lost

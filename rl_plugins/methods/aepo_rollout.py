@@ -85,7 +85,7 @@ class AepoRollout(Method):
         return {"several_rollouts", "chat_template", f"engine:logprobs={self.params.top_logprobs}"}
 
     def rollout(self, prompt: Prompt) -> Program:
-        opened = Opened(self.params.timeout)
+        opened = Opened(self.params.timeout, self.warn)
         return (yield from opened.during(self._whole(prompt, opened)))
 
     def _whole(self, prompt: Prompt, opened: Opened) -> Subprogram:

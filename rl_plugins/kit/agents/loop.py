@@ -104,10 +104,11 @@ class Opened:
 
     Args:
         timeout: seconds that closing one may take.
+        warn: is told of one that cannot be closed, and may hold its resources.
     """
 
-    def __init__(self, timeout: float) -> None:
-        self._timeout, self._open, self._over = timeout, list[Environment](), False
+    def __init__(self, timeout: float, warn: Callable[[str], None] = lambda message: None) -> None:
+        self._timeout, self._warn, self._open, self._over = timeout, warn, list[Environment](), False
 
     def make(self, factory: Callable[[], Any]) -> Environment:
         """An environment that this program closes; for a `Call`. One that comes too late is closed at once.
@@ -130,7 +131,10 @@ class Opened:
             for call in self._closing():
                 leave_call(call)
             raise
-        yield self._closing()
+        calls = self._closing()
+        for call, called in zip(calls, (yield calls), strict=True):
+            if called.error:
+                self._warn(f"{call.name} failed: {called.error}")
         return made
 
     def _closing(self) -> list[Call]:
@@ -153,7 +157,7 @@ def episodes(
     p = method.params
 
     def one(number: int) -> Subprogram:
-        opened = Opened(p.timeout)
+        opened = Opened(p.timeout, method.warn)
 
         def whole() -> Subprogram:
             episode = yield from open_episode(prompt, p.environment, opened, p.timeout, first)
