@@ -82,6 +82,9 @@ class DiffusionConfig:
     progress: bool = option(True, "whether to show a progress bar")
     save_every: int = option(0, "generation batches between two checkpoints; 0: only the last", ge=0)
     keep_checkpoints: int = option(2, "checkpoints that are kept", ge=1)
+    accept_changed_checkpoint: bool = option(
+        False, "whether to resume from a checkpoint whose files or seed are not those of its save"
+    )
     sheet_every: int = option(0, "generation batches between two sheets of samples from fixed seeds; 0: none", ge=0)
     sheet_columns: int = option(8, "samples per prompt on a sheet", ge=1)
     sheet_prompts: int = option(4, "prompts on a sheet", ge=1)

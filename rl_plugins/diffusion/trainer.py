@@ -26,10 +26,11 @@ from rl_plugins.diffusion.rows import LocalRow
 from rl_plugins.diffusion.update import Updater
 from rl_plugins.runtime.cheap import CheapOptions, cheap_copies
 from rl_plugins.runtime.fingerprint import fingerprint
+from rl_plugins.runtime.host_files import checksums, sizes
 from rl_plugins.runtime.metrics import Metrics, combine
 from rl_plugins.runtime.preflight import render_table
 from rl_plugins.runtime.ranks import everywhere, on_driver
-from rl_plugins.runtime.resume import resume, save_run
+from rl_plugins.runtime.resume import check_files, resume, save_run
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.runtime.state import load_state
 
@@ -251,7 +252,7 @@ class DiffusionTrainer:
             "objective": {"name": self.objective.name, "state": self.objective.state_dict()},
             "totals": self.totals,
         }
-        save_run(folder, content, self.updater.step)
+        save_run(folder, content, self.updater.step, checksums(folder, list(sizes(folder))))
         return checkpoint.finish(folder, self.args.keep_checkpoints)
 
     def _load(self, folder: Path) -> None:
@@ -262,6 +263,10 @@ class DiffusionTrainer:
         steps, stack = number * self.args.updates_per_batch, self.methods
 
         def read() -> tuple[int, int]:
+            if (saved := load_state(folder)) is not None:
+                found = checksums(folder, list(sizes(folder)))
+                accept = self.args.accept_changed_checkpoint
+                check_files(folder, saved, found, "", stack.seed, "accept_changed_checkpoint=True", accept)
             resume(stack, folder, fingerprint=self.fingerprint, step=steps, batch=0, with_methods=True)
             return stack.batch, stack.extra_prompts
 

@@ -135,6 +135,8 @@ if TYPE_CHECKING:
         val_dataloader: Iterable[Mapping[str, Any]]
         replay_buffer: ReplayBuffer
         actor_rollout_wg: WorkerGroup
+        critic_wg: WorkerGroup
+        timing_raw: dict[str, float]
         agent_loop_manager: AgentLoopManager
         use_critic: bool
         use_reference_policy: bool

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rl_plugins.core.errors import StateError, shown
 from rl_plugins.runtime.costs import NOTE, Costs
+from rl_plugins.runtime.host_files import checksums, shares, sizes
+from rl_plugins.runtime.resume import FILES, check_files, tell_methods
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.state import load_state, save_state
 
 TRACKER = "latest_checkpointed_iteration.txt"  # verl's last act of a save
+ACCEPT = "+rl_plugins.accept_changed_checkpoint=true"
+LOADED = r"(actor|critic)/[^/]+\.pt|data\.pt|transfer_queue/.+"  # files that verl reads if they are there
 COUNTED = "rl_plugins_costs"  # folder in a checkpoint, with the costs that a run without methods counted
 
 
@@ -45,6 +50,47 @@ def check_tracker(config: Any) -> None:
         f"{tracker} {problem}. {there} Write the step to resume from into the file, or start again with "
         f"trainer.resume_mode=disable. Nothing was trained or overwritten."
     )
+
+
+def host_files(checkpoint: str, workers: Sequence[Any]) -> dict[str, list[int | str]]:
+    """verl's files in a checkpoint with their checksums, read by this process and the workers together: the shards of a
+    worker may be on the disk of its node.
+
+    Args:
+        workers: handles of Ray actors.
+    """
+    import ray
+
+    seen = ray.get([w.__ray_call__.remote(_sizes, checkpoint) for w in workers])
+    mine, *theirs = shares([_sizes(None, checkpoint), *seen])
+    asked = [w.__ray_call__.remote(_checksums, checkpoint, names) for w, names in zip(workers, theirs, strict=True)]
+    found = checksums(checkpoint, mine)
+    for part in ray.get(asked):
+        found |= part
+    return found
+
+
+def _sizes(worker: Any, folder: str) -> dict[str, int]:
+    return sizes(folder, (COUNTED,))
+
+
+def _checksums(worker: Any, folder: str, names: Sequence[str]) -> dict[str, list[int | str]]:
+    return checksums(folder, names)
+
+
+def check_saved(checkpoint: str, workers: Sequence[Any], methods: MethodStack, seed: int, accept: bool) -> None:
+    """Compares a checkpoint that was made with methods with its save; in a run without methods, says what is dropped.
+
+    Raises:
+        StateError: it was changed.
+    """
+    saved = load_state(checkpoint)
+    if saved is None:
+        return
+    if not methods:
+        tell_methods(checkpoint, saved, methods)
+    found = host_files(checkpoint, workers) if saved.get(FILES) else {}
+    check_files(checkpoint, saved, found, LOADED, seed, ACCEPT, accept)
 
 
 def save_costs(checkpoint: str, costs: Costs) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 from runs import PROMPTS, Run, start
+
+from rl_plugins.runtime.state import load_state
 
 pytestmark = pytest.mark.host
 
@@ -88,3 +91,32 @@ def test_sigkill_of_an_agent_loop_worker(killed: tuple[Run, Run]) -> None:
     assert "died" in run.log and "trainer.resume_mode=auto" in run.log
     last = int((run.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     assert state(run.folder / "checkpoints" / f"global_step_{last}")["steps"] == last >= 6
+
+
+def test_a_changed_checkpoint_is_refused_by_name(killed: tuple[Run, Run], tmp_path: Path) -> None:
+    """verl itself would begin the dataset anew without `data.pt`, and go on with the optimizer of another step."""
+    saved = killed[0].folder / "checkpoints"
+    files = load_state(saved / "global_step_2")["files"]
+    shards = {f"actor/{part}_world_size_1_rank_0.pt" for part in ("model", "optim", "extra_state")}
+    assert {*shards, "data.pt"} <= set(files)
+    changed = tmp_path / "global_step_2"
+    shutil.copytree(saved / "global_step_2", changed)
+    (changed / "data.pt").unlink()
+    optimizer = "actor/optim_world_size_1_rank_0.pt"
+    shutil.copy(saved / "global_step_4" / optimizer, changed / optimizer)
+    run = start(
+        tmp_path / "run",
+        [
+            "+rl_plugins.methods=[counter]",
+            "trainer.total_training_steps=50",
+            f"trainer.default_local_dir={tmp_path / 'checkpoints'}",
+            "trainer.resume_mode=resume_path",
+            f"trainer.resume_from_path={changed}",
+        ],
+    )
+    try:
+        run.process.wait(ALONE)
+    finally:
+        run.clean_up()
+    assert run.process.returncode not in (0, None) and not run.of("decided")
+    assert "data.pt is missing" in run.log and f"{optimizer} has" in run.log
