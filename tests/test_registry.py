@@ -407,6 +407,7 @@ def set_in_init(**values):
         ({"state_version": "1"}, "`Mine.state_version` is '1'; it must be a whole number"),
         ({"needs": None}, '`Mine.needs` is None; it must be a set of signals, e.g. frozenset({"text"}).'),
         ({"needs": "text"}, "`Mine.needs` is 'text'; it must be a set of signals"),
+        ({"needs": ("text",)}, "`Mine.needs` is ('text',); it must be a set of signals"),
         ({"__init__": set_in_init(needs=None)}, "`Mine.needs` is None; it must be a set of signals"),
         ({"in_eval": ("plans",)}, "`Mine.in_eval` is ('plans',); it must be names of hooks"),
         ({"host_options": {"trl": None}}, "`Mine.host_options` is {'trl': None}; it must be a mapping of mappings"),

@@ -14,7 +14,7 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -359,9 +359,9 @@ _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "keeps_batch_size": (lambda v: isinstance(v, bool), "True or False"),
     "rows_per_rollout": (lambda v: _whole(v) and v >= 1, "a whole number of at least 1"),
     "state_version": (lambda v: _whole(v) and v >= 1, "a whole number of at least 1"),
-    "needs": (lambda v: _texts(v), 'a set of signals, e.g. frozenset({"text"})'),
+    "needs": (lambda v: isinstance(v, Set) and _texts(v), 'a set of signals, e.g. frozenset({"text"})'),
     "brings": (
-        lambda v: _texts(v) and all(b in BRINGS or b.startswith("column:") for b in v),
+        lambda v: isinstance(v, Set) and _texts(v) and all(b in BRINGS or b.startswith("column:") for b in v),
         f"a set of: {', '.join(BRINGS)}, column:NAME",
     ),
     "in_eval": (lambda v: _texts(v) and set(v) <= set(HOOKS), 'names of hooks, e.g. ("plan",)'),

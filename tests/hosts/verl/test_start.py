@@ -196,7 +196,7 @@ REFUSED = {
     "a group of one": (
         ["actor_rollout_ref.rollout.n=1"],
         "mc_grpo",
-        "2.*actor_rollout_ref.rollout.n=1",
+        "rollout.n=1.*rollout.n to 2",
     ),
     "minimum numbers": (["actor_rollout_ref.rollout.n=3"], "grpo_roc", r"`grpo_roc`.*min_correct.*2.*2"),
     "limits of v0": (["actor_rollout_ref.rollout.n=1"], "v0", "`v0`.*1"),
