@@ -120,7 +120,7 @@ class Opened:
         check_methods(environment, type(environment).__name__)
         self._open.append(environment)
         if self._over:
-            environment.close()
+            answer_of(environment.close)
         return environment
 
     def during(self, program: Subprogram) -> Subprogram:
