@@ -49,6 +49,7 @@ class Texts:
     """
 
     def __init__(self, tokens: Sequence[Ids]) -> None:
+        self.tokens = tokens
         self.length = np.array([len(t) for t in tokens], dtype=np.int64)
         self.row = np.repeat(np.arange(len(tokens)), self.length)
         flat = np.concatenate([*tokens, np.empty(0, dtype=np.int64)])
@@ -79,10 +80,8 @@ class Texts:
 
     def equal(self) -> Matrix:
         """1 where the tokens are the same, in the same order; two texts without a token are."""
-        width = int(self.length.max(initial=0))
-        padded = np.full((len(self.length), width), -1)
-        padded[self.row, self._place] = self.ids
-        same = np.unique(padded, axis=0, return_inverse=True)[1].reshape(-1) if width else np.zeros(len(padded))
+        numbers: dict[bytes, int] = {}
+        same = np.array([numbers.setdefault(t.tobytes(), len(numbers)) for t in self.tokens], dtype=np.int64)
         return np.asarray(same[:, None] == same, dtype=np.float64)
 
     # ---- counts
@@ -91,11 +90,6 @@ class Texts:
     def common(self) -> Matrix:
         """(texts, texts) tokens in common, each as often as in the text that has it less often."""
         return self._common(self.ids, np.ones(len(self.ids), dtype=bool))
-
-    @cached_property
-    def _place(self) -> Ids:
-        """(tokens,) place of each token in its text."""
-        return np.arange(len(self.row)) - np.repeat(np.cumsum(self.length) - self.length, self.length)
 
     def _common(self, grams: Ids, valid: NDArray[np.bool_]) -> Matrix:
         """(texts, texts) sum over n-grams of the smaller of the two counts.
@@ -133,5 +127,5 @@ class Texts:
         from rapidfuzz.distance import LCSseq  # the extra `rouge`
         from rapidfuzz.process import cdist
 
-        texts = [part.tolist() for part in np.split(self.ids, np.cumsum(self.length)[:-1])]
+        texts = [t.tolist() for t in self.tokens]
         return np.asarray(cdist(texts, texts, scorer=LCSseq.similarity, dtype=np.float64))
