@@ -1,14 +1,16 @@
-"""What the driver of TRL does with one generation batch, by size: gather, decide, split.
+"""What the driver of TRL does with one generation batch, by size and ranks: load, join, decide, split, dump.
 
     python benchmarks/scale_driver.py                       # the table of benchmarks/README.md
-    python benchmarks/scale_driver.py --rows 1024 --tokens 8192 --methods gdpo,vade
+    python benchmarks/scale_driver.py --rows 1024 --tokens 8192 --ranks 64 --methods gdpo+vade
 
-No model: rows of random lengths are collected as a rank does, joined and decided as the driver does, and cut for 64
-ranks. CPU time of one thread, the least of three batches; every case in a process of its own, for its peak memory.
+No model: rows of random lengths are collected as a rank does. The driver unpacks what every rank sends, joins and
+decides it, cuts the decision and packs every rank's part. The way in between is not measured. CPU time of one thread,
+the least of five batches; every case in a process of its own, for its peak memory.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import resource
@@ -26,15 +28,18 @@ import typer
 from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.rollouts import PlanRow, Run
 from rl_plugins.runtime.decide import decide
+from rl_plugins.runtime.ranks import dumps
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.trl.generation.decided import local_decisions
 from rl_plugins.trl.generation.rows import collect, rollouts_of
 from rl_plugins.trl.generation.work import Row, Work
 
 RANKS, GROUP = 64, 8
+PARTS = ("load", "join", "decide", "split", "dump")
 BY_ROWS = ("gdpo", "vade", "mc_grpo")
 BY_TOKENS = ("mssr_shaping", "d3s", "aepo_advantages")
-SIZES = ((1024, 1024), (1024, 8192), (4096, 8192))
+SIZES = ((256, 14), (1024, 1024), (1024, 8192), (4096, 8192), (8192, 32768))
+TOO_LARGE = 10**8  # tokens, for methods that read them in 16 GB
 
 
 class Batch:
@@ -102,7 +107,7 @@ class Batch:
         return collect(self.trainer, self.work.rows[rank], made, torch.zeros(len(made.ids)), columns)[0]
 
     def joined(self, parts: list[Any]) -> Any:
-        return rollouts_of(self.trainer, self.work, self.prompts, self.rewards, parts)
+        return rollouts_of(self.trainer, self.work, self.rewards, parts)
 
     def decided(self, seen: Any) -> Any:
         return decide(self.stack, seen.rollouts, seen.tokens, None, grpo_advantages, self.rows)
@@ -111,13 +116,13 @@ class Batch:
         return local_decisions(decision, [self.rows // self.ranks] * self.ranks, self.rows)
 
 
-def measure(names: list[str], rows: int, tokens: int) -> dict[str, Any]:
+def measure(names: list[str], rows: int, tokens: int, ranks: int) -> dict[str, Any]:
     """Seconds, bytes and peak memory of one case, in this process."""
     torch.set_num_threads(1)
-    batch = Batch(names, rows, tokens)
-    parts = [batch.part(k) for k in range(RANKS)]
-    gathered = max(len(pickle.dumps(p)) for p in parts)
-    took: dict[str, list[float]] = {"join": [], "decide": [], "split": []}
+    batch = Batch(names, rows, tokens, ranks)
+    packed, opened = (dumps, pickle.loads) if ranks > 1 else (lambda part: part, lambda part: part)
+    sent = [packed(batch.part(k)) for k in range(ranks)]
+    took: dict[str, list[float]] = {part: [] for part in PARTS}
 
     def timed(what: str, call: Any, *args: Any) -> Any:
         start = time.process_time()
@@ -126,17 +131,20 @@ def measure(names: list[str], rows: int, tokens: int) -> dict[str, Any]:
         return out
 
     back: list[Any] = []
-    for _ in range(3):
-        seen = timed("join", batch.joined, parts)
-        back = timed("split", batch.split, timed("decide", batch.decided, seen))
+    for _ in range(5):
+        parts = timed("load", lambda: [opened(p) for p in sent])
+        own = timed("split", batch.split, timed("decide", batch.decided, timed("join", batch.joined, parts)))
+        back = timed("dump", lambda own=own: [packed(("done", p)) for p in own])
     count = int(batch.length.sum())
     found = {
         "methods": "+".join(names),
         "rows": rows,
         "tokens": tokens,
+        "ranks": ranks,
         **{what: min(values) for what, values in took.items()},
-        "bytes_to_driver_per_rank": gathered,
-        "bytes_back_per_rank": max(len(pickle.dumps(p)) for p in back),
+        "whole": sum(min(values) for values in took.values()),
+        "bytes_to_driver_per_rank": max(map(len, sent)) if ranks > 1 else 0,
+        "bytes_back_per_rank": max(map(len, back)) if ranks > 1 else 0,
         "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
     }
     if batch.stack.reads_tokens:  # row, position, advantages, keep, forced, and the columns
@@ -148,18 +156,25 @@ def measure(names: list[str], rows: int, tokens: int) -> dict[str, Any]:
     return found
 
 
-def main(rows: int = 0, tokens: int = 0, methods: str = "", out: Path = Path("benchmarks/scale_driver.json")) -> None:
-    """Without options: all sizes and methods, each in a process of its own, into `out`."""
+def main(
+    rows: int = 0,
+    tokens: int = 0,
+    ranks: int = RANKS,
+    methods: str = "",
+    out: Path = Path("benchmarks/scale_driver.json"),
+) -> None:
+    """Without options: all sizes, ranks and methods, each in a process of its own, into `out`."""
     if methods and rows and tokens:
-        print(json.dumps(measure(methods.split("+"), rows, tokens)))
+        print(json.dumps(measure(methods.split("+"), rows, tokens, ranks)))
         return
     found = []
-    for size in SIZES:
-        for name in (*BY_ROWS, *BY_TOKENS):
-            options = ["--rows", str(size[0]), "--tokens", str(size[1]), "--methods", name]
-            done = subprocess.run([sys.executable, __file__, *options], capture_output=True, text=True, check=True)
-            found.append(json.loads(done.stdout.splitlines()[-1]))
-            print(found[-1], flush=True)
+    for size, ranks, name in itertools.product(SIZES, (1, 64, 512), (*BY_ROWS, *BY_TOKENS)):
+        if size[0] < ranks or (name in BY_TOKENS and size[0] * size[1] > TOO_LARGE):
+            continue
+        options = ["--rows", str(size[0]), "--tokens", str(size[1]), "--ranks", str(ranks), "--methods", name]
+        done = subprocess.run([sys.executable, __file__, *options], capture_output=True, text=True, check=True)
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+        print(found[-1], flush=True)
     out.write_text(json.dumps(found, indent=1) + "\n")
 
 

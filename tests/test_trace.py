@@ -251,6 +251,24 @@ def test_batches_and_groups_are_sampled(tmp_path: Path) -> None:
     assert len(read(tmp_path, "batches", 4)[0]["groups"]) == 4, "every group has a summary"
 
 
+def test_a_batch_that_is_not_recorded_is_asked_for_nothing(tmp_path: Path) -> None:
+    """Its tokens and their ids are neither collected nor sent, and it is decided on by rows."""
+    stack = started(tmp_path, Halves(), every=2, run=make_run(chat=Letters(), total_batches=4))
+    for number in range(4):
+        recorded = number % 2 == 0
+        assert stack.needs_now == ({"tokens", "token_ids", "entropies"} if recorded else set())
+        assert stack.reads_tokens is recorded and bool(stack.token_columns) is recorded
+        rollouts, tokens = batch_of(number)
+        if not recorded:
+            rollouts, tokens = rollouts.replace(token_ids=None), None
+        decide(stack, rollouts, tokens, None, grpo_advantages, 10**6)
+    assert stack.needs == {"tokens", "token_ids", "entropies"}, "a run without one of them is refused before it starts"
+    assert not stack.watchers[0]._writer.wait()
+    assert [p.name for p in sorted((tmp_path / "trace" / "rollouts").iterdir())] == [
+        f"batch-{number:08d}.parquet" for number in (0, 2)
+    ]
+
+
 def test_the_oldest_batches_leave(tmp_path: Path) -> None:
     run = make_run(chat=Letters(), total_batches=6)
     stack = started(tmp_path, max_gb=6e-5, run=run)

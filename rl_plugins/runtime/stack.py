@@ -75,6 +75,11 @@ def _only_one(methods: Sequence[Method], what: str, bundle_of: Mapping[str, str]
 class Watcher(Method):
     """A part of the stack that is told what the driver hooks of all methods return. It decides nothing."""
 
+    def looks(self, batch: int) -> bool:
+        """Whether it reads its signals in this generation batch, on every rank alike. Otherwise nobody collects them
+        for it, and its `observe` gets tokens only if another method reads them."""
+        return True
+
     def watches(self, methods: Sequence[Method]) -> None:
         """Called with all methods of the stack before their needs are read."""
 
@@ -117,7 +122,7 @@ class MethodStack(Context):
 
     Attributes:
         claims: hook -> methods that override it, in order.
-        needs: union of the signals.
+        needs: union of the signals, of the whole run.
         batch: generation batch, counted from 0; part of the saved state.
         extra_prompts: prompts drawn so far from the driver's own permutation to fill batches; part of the saved state.
         vocabulary: number of token ids the policy may sample, set by the adapter; None if it is not known.
@@ -198,13 +203,21 @@ class MethodStack(Context):
         return any(self.claims[h] for h in hooks)
 
     @property
+    def needs_now(self) -> set[str]:
+        """Signals that somebody reads in the present batch."""
+        return set().union(*(m.needs for m in self.methods if self._looks(m)))
+
+    def _looks(self, method: Method) -> bool:
+        return not isinstance(method, Watcher) or method.looks(self.batch)
+
+    @property
     def reads_tokens(self) -> bool:
-        """Whether the driver needs the tokens of a batch: some hook reads them, or advantages are those of turns."""
+        """Whether the driver needs the tokens of the present batch: a hook reads them, or advantages are of turns."""
         return bool(self._token_readers) or any(m.advantages_per == "turn" for m in self.claims["advantages"])
 
     @property
     def token_columns(self) -> frozenset[str]:
-        """Signals per token that the driver needs."""
+        """Signals per token that the driver needs in the present batch."""
         return frozenset().union(*(m.needs for m in self._token_readers)) & TOKEN_SIGNALS
 
     def in_loss(self, signal: str) -> bool:
@@ -213,7 +226,7 @@ class MethodStack(Context):
 
     @property
     def _token_readers(self) -> list[Method]:
-        return [m for m in self.claims["shape"] + self.claims["observe"] if "tokens" in m.needs]
+        return [m for m in self.claims["shape"] + self.claims["observe"] if "tokens" in m.needs and self._looks(m)]
 
     @property
     def rows_per_rollout(self) -> int:

@@ -191,8 +191,8 @@ class Decisions:
         rollouts = read_rollouts(
             rows, batch, self.stack, self.rewards, self.tokenizer, now, self.published, self.steps_since
         )
-        versions = token_versions(rows, rollouts) if "token_versions" in self.stack.needs else None
-        turns = read_turns(rows, self.tokenizer) if "turns" in self.stack.needs else None
+        versions = token_versions(rows, rollouts) if "token_versions" in self.stack.needs_now else None
+        turns = read_turns(rows, self.tokenizer) if "turns" in self.stack.needs_now else None
         if turns is not None:
             rollouts = rollouts.replace(turns=turn_table(rollouts, turns))
         selection = select_rows(self.stack, rollouts)
@@ -218,9 +218,9 @@ class Decisions:
         )
 
     def _selection_columns(self) -> list[str]:
-        names = [n.removeprefix("column:") for n in self.stack.needs if n.startswith("column:")]
+        names = [n.removeprefix("column:") for n in self.stack.needs_now if n.startswith("column:")]
         anywhere = [*names, *NESTED_COLUMNS] if names else []
-        prompts = ["prompts"] if self.stack.needs & {"turns", "token_ids"} else []
+        prompts = ["prompts"] if self.stack.needs_now & {"turns", "token_ids"} else []
         read = ["extra_fields", "response_mask", "responses", "rm_scores", *prompts, *anywhere]
         return list(dict.fromkeys(read))
 

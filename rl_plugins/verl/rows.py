@@ -123,7 +123,7 @@ def row_columns(rows: Columns, stack: MethodStack) -> dict[str, list[Any]]:
     """
     own = [e[MADE]["meta"] if MADE in e else e for e in plain(rows["extra_fields"])]
     found = {}
-    for name in sorted(n.removeprefix("column:") for n in stack.needs if n.startswith("column:")):
+    for name in sorted(n.removeprefix("column:") for n in stack.needs_now if n.startswith("column:")):
         values = column_of(rows, name)
         if values is None and not any(name in e for e in own) and name != ORIGIN:
             raise no_row_has(name, [m.name for m in stack.methods if f"column:{name}" in m.needs])
@@ -166,7 +166,7 @@ def read_rollouts(
         ConfigError: the reward function does not answer with a key of `rewards`.
         MethodError: a column is missing.
     """
-    needs = stack.needs if stack is not None else set()
+    needs = stack.needs_now if stack is not None else set()
     notes = notes_of(rows)
     extra = plain(rows["extra_fields"])
     mask = rows["response_mask"]

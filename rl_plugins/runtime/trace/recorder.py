@@ -99,6 +99,9 @@ class Trace(Watcher):
                 f"TRL's trainer records importance ratios. Remove `{RATIO}`."
             )
 
+    def looks(self, batch: int) -> bool:
+        return batch % self.params.every == 0
+
     def watches(self, methods: Sequence[Method]) -> None:
         if any("rollout" in m.claims() for m in methods):
             self.needs |= {f"column:{ORIGIN}"}
@@ -142,7 +145,7 @@ class Trace(Watcher):
         seen, planned = self._seen, self._planned
         self._seen, self._planned = [], _Planned()
         self._last, self._updates = None, []
-        if rollouts.batch % self.params.every or self._writer is None:
+        if not self.looks(rollouts.batch) or self._writer is None:
             return
         batch = TracedBatch(
             rollouts,

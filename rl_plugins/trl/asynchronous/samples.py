@@ -99,7 +99,7 @@ def seen(
     Raises:
         MethodError: a column that the dataset does not have.
     """
-    needs = stack.needs
+    needs = stack.needs_now
     masks = [e.trained for e in entries]
     starts = [e.start for e in entries]
     group = torch.tensor([_group(e) for e in entries], dtype=torch.int64)
@@ -200,7 +200,7 @@ def _numbers(group: Tensor) -> Tensor:
 
 
 def _columns(entries: Sequence[QueueEntry], stack: MethodStack, dataset: Any) -> dict[str, list[Any]]:
-    names = [n.partition(":")[2] for n in sorted(stack.needs) if n.startswith("column:")]
+    names = [n.partition(":")[2] for n in sorted(stack.needs_now) if n.startswith("column:")]
     if not names:
         return {}
     known = {i: dataset[i] for i in dict.fromkeys(e.prompt_index for e in entries if e.planned is None)}

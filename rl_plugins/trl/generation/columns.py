@@ -19,7 +19,7 @@ NAMES = frozenset({"old_logprobs", "rollout_logprobs", "ref_logprobs", "entropie
 
 def columns_wanted(stack: MethodStack) -> frozenset[str] | set[str]:
     """Those a batch must have before it is decided on."""
-    return stack.needs & NAMES
+    return stack.needs_now & NAMES
 
 
 def with_columns(trainer: Trainer, scored: ScoredWork, out: HostBatch) -> tuple[HostBatch, dict[str, Tensor]]:

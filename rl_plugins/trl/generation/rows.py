@@ -117,7 +117,7 @@ def collect(
         advantages: (rows,) TRL's own.
         columns: signal -> (rows, time).
     """
-    needs, ids = trainer.methods.needs, made.ids
+    needs, ids = trainer.methods.needs_now, made.ids
     real = [i for i, r in enumerate(rows) if r.plan is not None]
     ends = {*trainer.eos_token_ids, tokenizer_of(trainer).pad_token_id}
     truncated = torch.tensor([not ids[i] or ids[i][-1] not in ends for i in real], dtype=torch.bool)
@@ -251,13 +251,13 @@ def rollouts_of(trainer: Trainer, work: Work, rewards: Tensor, parts: Sequence[L
         raw_text=_listed([p.raw_text for p in parts]),
         messages=_listed([p.messages for p in parts]),
         meta=_columns_of(trainer, [{**work.prompts.row(p), **m} for p, m in zip(plans, meta, strict=True)])
-        if any(n.startswith("column:") for n in stack.needs)  # reading a row may decode an image
+        if any(n.startswith("column:") for n in stack.needs_now)  # reading a row may decode an image
         else {},
         payload=work.payload,
         batch=stack.batch,
     )
     tokens = _tokens_of([p.length for p in parts], [p.tokens for p in parts if p.tokens is not None], now)
-    if tokens is not None and "token_versions" in stack.needs and tokens.version is None:
+    if tokens is not None and "token_versions" in stack.needs_now and tokens.version is None:
         tokens = tokens.replace(version=torch.full((len(tokens),), now))
     turns = _listed([p.turns for p in parts])
     if turns is not None:
@@ -320,7 +320,7 @@ def _listed(parts: Sequence[list[T] | None]) -> list[T] | None:
 def _columns_of(trainer: Trainer, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """The columns methods ask for, of the dataset and of programs."""
     stack, found = trainer.methods, {}
-    for signal in stack.needs:
+    for signal in stack.needs_now:
         kind, _, name = signal.partition(":")
         if kind == "column":
             if rows and not any(name in row for row in rows) and name != ORIGIN:
