@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rl_plugins.core.errors import ConfigError, MethodError, RLPluginsError, StateError
     from rl_plugins.core.groups import Groups
     from rl_plugins.core.losses import aggregate, ppo_clip
-    from rl_plugins.core.method import Bundle, Idle, Method, from_params
+    from rl_plugins.core.method import Bundle, Idle, Method, from_params, signals
     from rl_plugins.core.params import GIVEN, MethodParams, param
     from rl_plugins.core.requests import Call, Generate, Program, Prompt, Score, Trajectory
     from rl_plugins.core.rollouts import (
@@ -38,7 +38,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "errors": "ConfigError MethodError RLPluginsError StateError",
     "losses": "aggregate ppo_clip",
-    "method": "Bundle Idle Method from_params",
+    "method": "Bundle Idle Method from_params signals",
     "params": "GIVEN MethodParams param",
     "requests": "Call Generate Prompt Program Score Trajectory",
     "rollouts": "Admission Completion Plan PlanRow PromptPool Queue Rollouts Rows Run Shape Terms Tokens Update",
@@ -51,7 +51,7 @@ __all__ = [  # a literal: type checkers read it
     "__version__", "Admission", "Bundle", "Call", "Completion", "ConfigError", "GIVEN", "Generate", "Groups", "Idle",
     "Method", "MethodError", "MethodParams", "Plan", "PlanRow", "Program", "Prompt", "PromptPool", "Queue",
     "RLPluginsError", "Rollouts", "Rows", "Run", "Score", "Shape", "StateError", "Terms", "Tokens", "Trajectory",
-    "Update", "aggregate", "from_params", "param", "ppo_clip",
+    "Update", "aggregate", "from_params", "param", "ppo_clip", "signals",
 ]
 # fmt: on
 

@@ -24,7 +24,7 @@ only and have no state: `self.state` raises there. What they need of it travels 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -142,9 +142,18 @@ class Idle:
 
 
 def from_params(value: Callable[[Any], Any]) -> Any:
-    """Marks a function of a method that says one of its attributes, where that depends on `self.params`: a property,
-    which type checkers take for the attribute."""
-    return property(value)
+    """An attribute of a method that depends on its parameters: `value(params)`, a property. Type checkers take it for
+    the attribute itself.
+
+        needs = from_params(lambda p: signals("text", columns=[p.prompt_column], turns=p.by_turn))
+    """
+    return property(lambda method: value(method.params))
+
+
+def signals(*names: str, columns: Iterable[str | None] = (), **others: Any) -> set[str]:
+    """A value of `needs` or `brings`: `names`, "column:NAME" of every column that is named, and those of `others` that
+    are true."""
+    return {*names, *(f"column:{c}" for c in columns if c), *(name for name, on in others.items() if on)}
 
 
 @dataclass(frozen=True)
@@ -182,8 +191,7 @@ class TurnNote:
 class Method:
     """Base of all methods.
 
-    Class attributes a method sets. One that depends on the parameters is a function of the instance under
-    `@from_params`.
+    Class attributes a method sets; `from_params` makes one that depends on the parameters.
 
     What is it?
         name: its slug, which users write in `methods: [...]`.

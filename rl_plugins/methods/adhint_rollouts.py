@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, Literal
 
-from rl_plugins import ConfigError, Idle, Method, MethodError, Run, from_params, param
+from rl_plugins import ConfigError, Idle, Method, MethodError, Run, from_params, param, signals
 from rl_plugins.core.errors import shown
 from rl_plugins.core.requests import Generate, Program, Prompt, Score, Scored, Trajectory
 from rl_plugins.kit.prompt_memory import SuccessParams
@@ -39,6 +39,10 @@ class AdhintRollouts(Method):
     fidelity = "reconstruction"
     does = "Begins rollouts of hard prompts with a part of a reference solution, long where the prompt is hard"
     problems = ("no_signal", "exploration")
+    needs = from_params(
+        lambda p: signals(f"column:{COLUMN}", f"column:{p.reference_column}", columns=[p.answer_column])
+    )
+    brings = from_params(lambda p: signals(columns=[COLUMN], forced_tokens=p.hint_loss))
     idle = (Idle({"hinted": 0}, "no rollout had a hint. Look at adhint_rollouts/difficulty and /missing."),)
 
     @dataclass(frozen=True)
@@ -55,15 +59,6 @@ class AdhintRollouts(Method):
         def check(self) -> None:
             if self.w_min > self.w_max:
                 raise ConfigError(f"`w_min` is {self.w_min} and `w_max` {self.w_max}. Give w_min at most w_max.")
-
-    @from_params
-    def needs(self) -> set[str]:
-        p = self.params
-        return {f"column:{name}" for name in (COLUMN, p.reference_column, p.answer_column) if name}
-
-    @from_params
-    def brings(self) -> set[str]:
-        return {f"column:{COLUMN}"} | ({"forced_tokens"} if self.params.hint_loss else set())
 
     def check(self, run: Run) -> None:
         p = self.params

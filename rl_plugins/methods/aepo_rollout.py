@@ -63,6 +63,7 @@ class AepoRollout(Method):
     does = "Branches an agent's rollout after turns that are more uncertain than its first one"
     problems = ("agents", "exploration")
     in_eval = ("rollout",)
+    needs = from_params(lambda p: {"several_rollouts", "chat_template", f"engine:logprobs={p.top_logprobs}"})
     idle = (Idle({"branches": 0}, "no chain branched: see `branch_probability` and `initial_rollouts`."),)
 
     @dataclass(frozen=True)
@@ -79,10 +80,6 @@ class AepoRollout(Method):
         top_logprobs: int = param(10, "number of most likely tokens that the engine reports", ge=1, only_if=_ENTROPY)
         vocabulary: int = param(151_936, "size of the vocabulary (default: Qwen2.5, Qwen3)", ge=2, only_if=_ENTROPY)
         max_turns: int = param(7, "most turns of a chain (default: the authors' 6 tool calls and an answer)", ge=1)
-
-    @from_params
-    def needs(self) -> set[str]:
-        return {"several_rollouts", "chat_template", f"engine:logprobs={self.params.top_logprobs}"}
 
     def rollout(self, prompt: Prompt) -> Program:
         opened = Opened(self.params.timeout, self.warn)

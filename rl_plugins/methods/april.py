@@ -22,6 +22,7 @@ from rl_plugins import (
     Tokens,
     from_params,
     param,
+    signals,
 )
 from rl_plugins.core.params import GIVEN
 
@@ -30,6 +31,18 @@ SEPARATE_WARMUP = "trainer.v1.separate_async.num_warmup_batches"
 THRESHOLD = "trainer.v1.sampler.max_off_policy_threshold"
 STRATEGY = "trainer.v1.sampler.max_off_policy_strategy"
 CORRECTION = "algorithm.rollout_correction.rollout_is"
+
+
+def _verl_options(p: Any) -> dict[str, dict[str, Any]]:
+    # rounded: verl takes the whole part of warm-up batches times groups, and 1.15 - 1 is less than 0.15
+    ahead = round(p.over_sampling - 1, 9)
+    stale = None if p.max_staleness is None else p.max_staleness + 1
+    options = {WARMUP: ahead, SEPARATE_WARMUP: ahead, THRESHOLD: stale}
+    if stale is not None:
+        options[STRATEGY] = "drop"
+    if p.correction == "token_tis":
+        options[CORRECTION] = None  # the same weight twice
+    return {"verl": options}
 
 
 class April(Method):
@@ -67,6 +80,17 @@ class April(Method):
     fidelity = "code"
     does = "Starts more groups than it trains, stops when enough are complete and resumes the rest later"
     problems = ("long_tail",)
+    needs = from_params(
+        lambda p: signals(
+            "prompt_index",
+            "tokens",
+            old_logprobs=p.correction == "token_tis",
+            rollout_logprobs=p.correction == "token_tis",
+            token_versions=p.correction == "mask",
+        )
+    )
+    corrects_sampling = from_params(lambda p: p.correction == "token_tis")
+    host_options = from_params(lambda p: _verl_options(p))
     idle = (Idle({"waiting": 0}, "no group waits: completions have similar lengths, or `over_sampling` is 1."),)
 
     @dataclass(frozen=True)
@@ -78,34 +102,6 @@ class April(Method):
         )
         correction: Literal["none", "mask", "token_tis"] = param("none", "treatment of tokens of an older policy")
         tis_cap: float = param(2.0, "largest importance weight of a token", ge=1, only_if={"correction": "token_tis"})
-
-    @from_params
-    def needs(self) -> set[str]:
-        correction: dict[str, set[str]] = {
-            "token_tis": {"old_logprobs", "rollout_logprobs"},
-            "mask": {"token_versions"},
-        }
-        return {"prompt_index", "tokens"} | correction.get(self.params.correction, set())
-
-    @from_params
-    def corrects_sampling(self) -> bool:
-        return bool(self.params.correction == "token_tis")
-
-    @from_params
-    def host_options(self) -> dict[str, dict[str, Any]]:
-        p = self.params
-        # rounded: verl takes the whole part of warm-up batches times groups, and 1.15 - 1 is less than 0.15
-        ahead = round(p.over_sampling - 1, 9)
-        options = {
-            WARMUP: ahead,
-            SEPARATE_WARMUP: ahead,
-            THRESHOLD: None if p.max_staleness is None else p.max_staleness + 1,
-        }
-        if p.max_staleness is not None:
-            options[STRATEGY] = "drop"
-        if p.correction == "token_tis":
-            options[CORRECTION] = None  # the same weight twice
-        return {"verl": options}
 
     def check(self, run: Run) -> None:
         p = self.params

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rl_plugins import Admission, ConfigError, Method, MethodParams, Queue, Run, from_params, param
 
@@ -45,6 +45,14 @@ class ArealAdmission(Method):
     does = "Lets generation run a fixed number of batches ahead of training"
     problems = ("long_tail", "stale")
     hosts = ("verl",)
+    host_options = from_params(
+        lambda p: {
+            "verl": {
+                **dict.fromkeys(WARMUP, p.max_staleness),
+                **({THRESHOLD: None} if p.bound == "none" else {THRESHOLD: p.max_staleness + 1, STRATEGY: p.bound}),
+            }
+        }
+    )
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -53,14 +61,6 @@ class ArealAdmission(Method):
         bound: Literal["none", "drop", "wait"] = param(
             "none", "treatment of older groups: trained (paper), dropped, or waited for"
         )
-
-    @from_params
-    def host_options(self) -> dict[str, dict[str, Any]]:
-        p = self.params
-        options = dict.fromkeys(WARMUP, p.max_staleness) | {
-            THRESHOLD: None if p.bound == "none" else p.max_staleness + 1
-        }
-        return {"verl": options if p.bound == "none" else options | {STRATEGY: p.bound}}
 
     def check(self, run: Run) -> None:
         if run.host == "trl":

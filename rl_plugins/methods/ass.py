@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from rl_plugins import Method, MethodParams, Run, from_params, param
 from rl_plugins.methods.mdlm import refuse_verl
@@ -31,14 +30,11 @@ class Ass(Method):
     does = "Unmasks 1, 2, 4 and more tokens per step, so that a masked diffusion model needs log2 L steps"
     problems = ("masked_diffusion",)
     hosts = ("trl",)
+    host_options = from_params(lambda p: {"trl": {"unmasking": "ascending", "unmasking_blocks": p.blocks}})
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         blocks: int = param(1, "blocks of the answer, decoded from the left", ge=1)
-
-    @from_params
-    def host_options(self) -> dict[str, dict[str, Any]]:
-        return {"trl": {"unmasking": "ascending", "unmasking_blocks": self.params.blocks}}
 
     def check(self, run: Run) -> None:
         refuse_verl(self.name, run)

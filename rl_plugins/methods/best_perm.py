@@ -22,6 +22,7 @@ from rl_plugins import (
     Tokens,
     from_params,
     param,
+    signals,
 )
 from rl_plugins.core.errors import shown
 from rl_plugins.core.params import GIVEN
@@ -76,6 +77,7 @@ class BestPerm(Method):
     problems = ("no_signal", "exploration")
     rounds = True
     decides_rollouts = True
+    needs = from_params(lambda p: signals("prompt_index", columns=[p.hints_column]))
     idle = (Idle({"hinted": 0.0}, "no prompt tried a hint: all succeed, or look at `value_none` and `n_first`."),)
 
     @dataclass(frozen=True)
@@ -108,11 +110,6 @@ class BestPerm(Method):
                 raise ConfigError(
                     f"`values` has {len(self.values)} numbers for {len(self.templates)} templates; it needs one each."
                 )
-
-    @from_params
-    def needs(self) -> set[str]:
-        column = self.params.hints_column
-        return {"prompt_index"} | ({f"column:{column}"} if column else set())
 
     def check(self, run: Run) -> None:
         if media := media_of(run):

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import Groups, Idle, Method, MethodParams, Rollouts, Shape, Tokens, from_params, param
+from rl_plugins import Groups, Idle, Method, MethodParams, Rollouts, Shape, Tokens, from_params, param, signals
 from rl_plugins.core.groups import joint
 from rl_plugins.methods.branch_grpo.trees import COLUMN, Trees
 
@@ -52,6 +52,7 @@ class BranchAdvantages(Method):
     does = "Compares the nodes of a tree of rollouts at equal depth, and trains what rollouts share once"
     problems = ("few_rollouts",)
     hosts = ("trl", "verl", "diffusion")
+    needs = from_params(lambda p: signals("tokens", columns=[COLUMN], old_logprobs=p.fusion != "uniform"))
     idle = (Idle({"in_trees": 0}, "no row has a tree. Add `branch_text_rollout` or `branch_rollout`."),)
 
     @dataclass(frozen=True)
@@ -64,10 +65,6 @@ class BranchAdvantages(Method):
         clip: float = param(5.0, "largest |A|", gt=0, allow_inf=True)
         eps: float = param(1e-8, "constant added to the standard deviation", gt=0)
         shared: Literal["first", "every"] = param("first", "copies of a shared token that are trained")
-
-    @from_params
-    def needs(self) -> set[str]:
-        return {"tokens", f"column:{COLUMN}"} | ({"old_logprobs"} if self.params.fusion != "uniform" else set())
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
         trees = Trees.of(rollouts, tokens)

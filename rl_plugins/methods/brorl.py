@@ -55,6 +55,7 @@ class BroRL(Method):
     does = "Trains with hundreds of rollouts per prompt and scales the learning rate to the batch"
     problems = ("exploration", "no_signal")
     needs = frozenset({"text", "several_rollouts"})
+    decides_rollouts = from_params(lambda p: bool(p.ramp))
     idle = (Idle({"signal": 0.0}, "all rewards within each group are equal: too easy, too hard, or N is too small."),)
 
     @dataclass(frozen=True)
@@ -83,10 +84,6 @@ class BroRL(Method):
                     raise ConfigError(
                         f"`ramp` has batch {pair[0]} after batch {self.ramp[i - 1][0]}; batches must ascend."
                     )
-
-    @from_params
-    def decides_rollouts(self) -> bool:
-        return bool(self.params.ramp)
 
     def stages(self) -> Sequence[int]:
         return [batch for batch, _ in self.params.ramp]

@@ -70,6 +70,7 @@ class Brpo(Method):
     fidelity = "paper"
     does = "Replaces the reward by a judge's comparison with one random rollout of the same group"
     problems = ("no_verifier",)
+    needs = from_params(lambda p: {"text", "several_rollouts", f"column:{p.prompt_column}"})
 
     @dataclass(frozen=True)
     class Params(JudgeParams):
@@ -95,10 +96,6 @@ class Brpo(Method):
                 )
 
     _judge: Service
-
-    @from_params
-    def needs(self) -> set[str]:
-        return {"text", "several_rollouts", f"column:{self.params.prompt_column}"}
 
     def check(self, run: Run) -> None:
         self._endpoint()

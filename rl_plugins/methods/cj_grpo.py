@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rl_plugins import Method, MethodParams, Run, from_params, param
 from rl_plugins.methods.mdlm import refuse_verl
@@ -39,16 +39,13 @@ class CjGrpo(Method):
     does = "Takes log-probs of a masked diffusion model in the states in which its tokens were unmasked"
     problems = ("masked_diffusion",)
     hosts = ("trl",)
+    host_options = from_params(lambda p: {"trl": {"logprobs_from": "trajectory", "step_weight": p.step_weight}})
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         step_weight: Literal["equal", "tokens"] = param(
             "equal", "equal: every step counts alike (code); tokens: every token counts alike"
         )
-
-    @from_params
-    def host_options(self) -> dict[str, dict[str, Any]]:
-        return {"trl": {"logprobs_from": "trajectory", "step_weight": self.params.step_weight}}
 
     def check(self, run: Run) -> None:
         refuse_verl(self.name, run)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from rl_plugins import Method, MethodParams, from_params, param
 from rl_plugins.core.method import SameAs
@@ -35,23 +34,22 @@ class DarsBreadth(Method):
     fidelity = "code"
     does = "Trains the whole batch in one optimizer step per pass, with several passes"
     problems = ("exploration",)
-
-    @dataclass(frozen=True)
-    class Params(MethodParams):
-        passes: int = param(2, "number of optimizer steps on one batch", ge=1)
-
-    @from_params
-    def host_options(self) -> dict[str, dict[str, Any]]:
-        return {
+    host_options = from_params(
+        lambda p: {
             "trl": {
-                "num_iterations": self.params.passes,
+                "num_iterations": p.passes,
                 "steps_per_generation": SameAs("gradient_accumulation_steps"),
                 "loss_type": "dr_grpo",
             },
             "verl": {
-                f"{_ACTOR}.ppo_epochs": self.params.passes,
+                f"{_ACTOR}.ppo_epochs": p.passes,
                 f"{_ACTOR}.ppo_mini_batch_size": SameAs("data.train_batch_size"),
                 f"{_ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm",
                 f"{_ACTOR}.loss_scale_factor": SameAs("data.max_response_length"),
             },
         }
+    )
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        passes: int = param(2, "number of optimizer steps on one batch", ge=1)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import Method, MethodParams, Rollouts, from_params, param
+from rl_plugins import Method, MethodParams, Rollouts, from_params, param, signals
 
 
 class DartAdvantages(Method):
@@ -34,15 +34,12 @@ class DartAdvantages(Method):
     fidelity = "paper"
     does = "Compares rollouts of a group with each step counted, so that long rollouts weigh more"
     problems = ("agents",)
+    needs = from_params(lambda p: signals(turns=p.group_stats == "step"))
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         group_stats: Literal["step", "trajectory"] = param("step", "unit that counts in mean and deviation")
         eps: float = param(1e-6, "constant added to the standard deviation", gt=0)
-
-    @from_params
-    def needs(self) -> set[str]:
-        return {"turns"} if self.params.group_stats == "step" else set()
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
         groups, reward = rollouts.groups, rollouts.reward

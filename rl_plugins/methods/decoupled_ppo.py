@@ -9,9 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Method, MethodParams, Terms, from_params, param, ppo_clip
+from rl_plugins import ConfigError, Method, MethodParams, Terms, from_params, param, ppo_clip, signals
 from rl_plugins.core.losses import LOG_RATIO_LIMIT, Live, finite
-from rl_plugins.core.method import OldPolicy
 
 Metric = Literal["ratio", "k1", "k2", "k3", "k3_code"]
 Level = Literal["token", "sequence"]
@@ -68,6 +67,10 @@ class DecoupledPpo(Method):
     problems = ("stale",)
     host_options = {"trl": {"vllm_importance_sampling_correction": False}}
     corrects_sampling = True
+    needs = from_params(
+        lambda p: signals("rollout_logprobs", "off_policy", token_versions=p.proximal in ("loglinear", "linear"))
+    )
+    old_policy = from_params(lambda p: "proximal" if p.proximal == "recompute" else "host")
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -98,16 +101,6 @@ class DecoupledPpo(Method):
                     f"parameter `lower` is {self.lower:g}, and the metric `{self.metric}` is never negative. Give a "
                     f"positive value, or none."
                 )
-
-    @from_params
-    def needs(self) -> set[str]:
-        return {"rollout_logprobs", "off_policy"} | (
-            {"token_versions"} if self.params.proximal in ("loglinear", "linear") else set()
-        )
-
-    @from_params
-    def old_policy(self) -> OldPolicy:
-        return "proximal" if self.params.proximal == "recompute" else "host"
 
     def policy_loss(self, terms: Terms) -> Tensor:
         p, live = self.params, Live(terms)

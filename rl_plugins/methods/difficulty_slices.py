@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins import ConfigError, Idle, Method, from_params, param
+from rl_plugins import ConfigError, Idle, Method, from_params, param, signals
 from rl_plugins.core.rollouts import PromptPool, Rollouts, Run, Tokens
 from rl_plugins.kit.priors import Column
 from rl_plugins.kit.prompt_memory import Counts, Outcomes, SuccessParams
@@ -58,6 +58,7 @@ class DifficultySlices(Method):
     fidelity = "reconstruction"
     does = "Trains one of several heads, half on its own slice of difficulty and half on the rest"
     problems = ("exploration", "few_prompts")
+    needs = from_params(lambda p: signals("prompt_index", columns=[p.column]))
     idle = (Idle({"spread": 0.0}, "the slices are alike: look at `column` and `heads`."),)
 
     @dataclass(frozen=True)
@@ -76,10 +77,6 @@ class DifficultySlices(Method):
                     f"parameter `head` is {self.head}, and `heads` is {self.heads}. Heads are counted from 0: `head` "
                     f"must be at most {self.heads - 1}. Lower `head` or raise `heads`."
                 )
-
-    @from_params
-    def needs(self) -> set[str]:
-        return {"prompt_index"} | ({f"column:{self.params.column}"} if self.params.column else set())
 
     def check(self, run: Run) -> None:
         if run.dataset_size is not None and self.params.heads > run.dataset_size:

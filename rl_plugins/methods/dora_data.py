@@ -20,6 +20,7 @@ from rl_plugins import (
     Tokens,
     from_params,
     param,
+    signals,
 )
 from rl_plugins.core.rollouts import Jagged
 
@@ -54,6 +55,9 @@ class DoraData(Method):
     fidelity = "paper"
     does = "Drops groups without signal and masks rows whose grading failed or that were cut off"
     problems = ("no_signal",)
+    needs = from_params(
+        lambda p: signals(columns=[p.failed_column], token_ids=p.truncated != "keep", tokens=p.truncated == "mask")
+    )
     idle = (Idle({"dropped_groups": 0, "failed": 0, "truncated_masked": 0}, "nothing left: look at `accuracy`."),)
 
     @dataclass(frozen=True)
@@ -69,13 +73,6 @@ class DoraData(Method):
             if self.loop_period * 2 > self.loop_tokens and self.truncated != "keep":
                 most, given = self.loop_tokens // 2, self.loop_period
                 raise ConfigError(f"`loop_period` is {given}. A loop repeats at least once: give at most {most}.")
-
-    @from_params
-    def needs(self) -> set[str]:
-        p = self.params
-        column = {f"column:{p.failed_column}"} if p.failed_column else set()
-        ids: dict[str, set[str]] = {"keep": set(), "mask": {"token_ids", "tokens"}}
-        return column | ids.get(p.truncated, {"token_ids"})
 
     def check(self, run: Run) -> None:
         if self.params.accuracy is not None and run.reward_names and self.params.accuracy not in run.reward_names:

@@ -21,9 +21,10 @@ from rl_plugins import (
     from_params,
     param,
     ppo_clip,
+    signals,
 )
 from rl_plugins.core.losses import LOG_RATIO_LIMIT, Live, finite
-from rl_plugins.core.method import OldPolicy, SameAs
+from rl_plugins.core.method import SameAs
 
 _ACTOR = "actor_rollout_ref.actor"
 
@@ -69,6 +70,8 @@ class DoraLoss(Method):
     }
     corrects_sampling = True
     _kept = False  # the host keeps older weights
+    needs = from_params(lambda p: signals("rollout_logprobs", token_versions=p.mu == "version"))
+    old_policy = from_params(lambda p: "generating" if p.mu == "version" else "proximal")
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -81,14 +84,6 @@ class DoraLoss(Method):
         mu: Literal["start", "version"] = param(
             "start", "weights of the centre: of the step's start, or that generated"
         )
-
-    @from_params
-    def needs(self) -> set[str]:
-        return {"rollout_logprobs"} | ({"token_versions"} if self.params.mu == "version" else set())
-
-    @from_params
-    def old_policy(self) -> OldPolicy:
-        return "generating" if self.params.mu == "version" else "proximal"
 
     def start(self, run: Run) -> None:
         self._kept = run.keeps_versions

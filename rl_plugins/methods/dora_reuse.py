@@ -22,6 +22,7 @@ from rl_plugins import (
     Tokens,
     from_params,
     param,
+    signals,
 )
 from rl_plugins.core.params import above
 from rl_plugins.methods.rollout_replay.buffer import Buffer
@@ -60,6 +61,9 @@ class DoraReuse(Method):
     fidelity = "paper"
     does = "Generates spare prompts, trains groups with a signal, and reuses the surplus in later batches"
     problems = ("no_signal", "long_tail")
+    needs = from_params(lambda p: {"several_rollouts"} | (NEEDS if p.reuse_ratio else {"prompt_index"}))
+    brings = from_params(lambda p: signals(off_policy=p.reuse_ratio))
+    decides_rollouts = from_params(lambda p: bool(p.reuse_ratio or p.spare_share))
     idle = (Idle({"reused": 0}, "no stored group was reused. Raise `spare_share` or `max_staleness`."),)
 
     @dataclass(frozen=True)
@@ -70,18 +74,6 @@ class DoraReuse(Method):
         buffer_groups: int = param(512, "most groups in the buffer; the oldest leave", ge=1, only_if=REUSES)
 
     _group_size = _spare = 0
-
-    @from_params
-    def needs(self) -> set[str]:
-        return {"several_rollouts"} | (NEEDS if self.params.reuse_ratio else {"prompt_index"})
-
-    @from_params
-    def brings(self) -> set[str]:
-        return {"off_policy"} if self.params.reuse_ratio else set()
-
-    @from_params
-    def decides_rollouts(self) -> bool:
-        return bool(self.params.reuse_ratio or self.params.spare_share)
 
     def check(self, run: Run) -> None:
         if run.buffered:

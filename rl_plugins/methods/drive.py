@@ -58,6 +58,7 @@ class Drive(Method):
     does = "Trains all prompts first, then smaller sets of the hardest ones with more rollouts each"
     problems = ("few_prompts", "exploration")
     needs = frozenset({"prompt_index"})
+    decides_rollouts = from_params(lambda p: bool(p.rollouts))
     idle = (Idle({"success": 0.0}, "no rollout of the set was right. Set `keep_unsolved` to false, or raise `sizes`."),)
 
     @dataclass(frozen=True)
@@ -91,10 +92,6 @@ class Drive(Method):
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
         self._orders: dict[tuple[int, int], Ids] = {}
-
-    @from_params
-    def decides_rollouts(self) -> bool:
-        return bool(self.params.rollouts)
 
     def check(self, run: Run) -> None:
         p = self.params

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins import Idle, Method, MethodParams, Plan, Rollouts, from_params, param
+from rl_plugins import Idle, Method, MethodParams, Plan, Rollouts, from_params, param, signals
 from rl_plugins.methods.echo.answers import boxed_answer
 
 
@@ -45,6 +45,7 @@ class EchoLabels(Method):
     fidelity = "code"
     does = "Rewards rollouts that give the majority answer of their prompt, without labels"
     problems = ("no_verifier",)
+    needs = from_params(lambda p: signals("text", columns=[p.label_column]))
     idle = (Idle({"answered": 0}, "no answer was found in any completion, so all rewards are 0. Look at `extract`."),)
     keeps_batch_size = True  # what leaves is what `plan` asked for in addition
 
@@ -53,11 +54,6 @@ class EchoLabels(Method):
         n_votes: int = param(32, "rollouts per prompt that vote; the host's group size if that is larger", ge=1)
         extract: Callable[..., Any] = param(boxed_answer, "function extract(text): an answer in canonical form or None")
         label_column: str | None = param(None, "dataset column with the true answer, for metrics only")
-
-    @from_params
-    def needs(self) -> set[str]:
-        column = self.params.label_column
-        return {"text"} | ({f"column:{column}"} if column else set())
 
     def plan(self, plan: Plan) -> Plan:
         """More rollouts, made to leave again; the first row of a group brings them."""

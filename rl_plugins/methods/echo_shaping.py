@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import Groups, Method, MethodParams, Rollouts, Shape, Tokens, from_params, param
+from rl_plugins import Groups, Method, MethodParams, Rollouts, Shape, Tokens, from_params, param, signals
 from rl_plugins.core.params import above
 from rl_plugins.methods.echo.confidence import confidence
 
@@ -44,6 +44,7 @@ class EchoShaping(Method):
     fidelity = "code"
     does = "Gives tokens with high entropy and low confidence larger advantages"
     problems = ("exploration",)
+    needs = from_params(lambda p: signals("tokens", entropies=p.alpha, old_logprobs=p.beta))
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -55,11 +56,6 @@ class EchoShaping(Method):
         statistics: Literal["white", "raw"] = param(
             "white", "H and 1 - C as z-scores (code) or as they are (paper)", only_if=_WEIGHED
         )
-
-    @from_params
-    def needs(self) -> set[str]:
-        signals = {"entropies": self.params.alpha, "old_logprobs": self.params.beta}
-        return {"tokens"} | {name for name, weight in signals.items() if weight}
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
         p, before = self.params, tokens.advantages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rl_plugins import Generate, Idle, Method, Program, Prompt, Trajectory, from_params
+from rl_plugins import Generate, Idle, Method, Program, Prompt, Trajectory, from_params, signals
 from rl_plugins.core.requests import BranchOrigin, Generated, Pruned
 from rl_plugins.methods.echo.controller import Top, branch_at, penalty, prune_at, statistics
 from rl_plugins.methods.echo.params import EchoTreeParams
@@ -49,6 +49,8 @@ class EchoTree(Method):
     fidelity = "code"
     does = "Branches one rollout of each prompt at its first uncertain token"
     problems = ("exploration",)
+    needs = from_params(lambda p: signals(f"engine:logprobs={p.logprob_top_k}", several_rollouts=p.max_branches > 1))
+    brings = from_params(lambda p: signals(forced_tokens=p.max_branches > 1))
     idle = (
         Idle(
             {"branches": 0, "pruned": 0},
@@ -56,15 +58,6 @@ class EchoTree(Method):
         ),
     )
     Params = EchoTreeParams
-
-    @from_params
-    def needs(self) -> set[str]:
-        several = {"several_rollouts"} if self.params.max_branches > 1 else set()
-        return {f"engine:logprobs={self.params.logprob_top_k}"} | several
-
-    @from_params
-    def brings(self) -> set[str]:
-        return {"forced_tokens"} if self.params.max_branches > 1 else set()
 
     def rollout(self, prompt: Prompt) -> Program:
         top_k = self.params.logprob_top_k

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from rl_plugins import Method, MethodParams, Run, from_params, param
 from rl_plugins.methods.mdlm import refuse_verl
@@ -32,23 +31,21 @@ class Eoser(Method):
     does = "Holds back end tokens in the first decoding steps of a masked diffusion model"
     problems = ("masked_diffusion",)
     hosts = ("trl",)
-
-    @dataclass(frozen=True)
-    class Params(MethodParams):
-        start: float = param(0.01, "gamma_min, factor in the first step", ge=0, le=1)
-        stop: float = param(1.0, "gamma_max, factor in the last step", ge=0, le=1)
-        code_compat: bool = param(False, "step inside the block instead of the whole decoding, as in the authors' code")
-
-    @from_params
-    def host_options(self) -> dict[str, dict[str, Any]]:
-        p = self.params
-        return {
+    host_options = from_params(
+        lambda p: {
             "trl": {
                 "end_confidence_start": p.start,
                 "end_confidence_stop": p.stop,
                 "end_confidence_index": "block" if p.code_compat else "decoding",
             }
         }
+    )
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        start: float = param(0.01, "gamma_min, factor in the first step", ge=0, le=1)
+        stop: float = param(1.0, "gamma_max, factor in the last step", ge=0, le=1)
+        code_compat: bool = param(False, "step inside the block instead of the whole decoding, as in the authors' code")
 
     def check(self, run: Run) -> None:
         refuse_verl(self.name, run)

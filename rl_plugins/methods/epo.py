@@ -22,6 +22,7 @@ from rl_plugins import (
     Tokens,
     from_params,
     param,
+    signals,
 )
 from rl_plugins.core.losses import Live
 from rl_plugins.core.params import above
@@ -83,6 +84,9 @@ class Epo(Method):
         "trl": {"entropy_coef": 0.0, "use_adaptive_entropy": False},
         "verl": {"actor_rollout_ref.actor.entropy_coeff": 0},
     }
+    needs = from_params(
+        lambda p: signals("tokens", "entropies", "current_entropies", turns=p.smoothed and p.corridor == "turn")
+    )
     idle = (Idle({"covered": 0}, "no token has a corridor: this is the plain bonus. Lower `gate_turn`."),)
 
     @dataclass(frozen=True)
@@ -117,11 +121,6 @@ class Epo(Method):
         super().__init__(params)
         none = torch.zeros(0, dtype=torch.float64)
         self.state = {"sum": none, "count": none.clone(), "recent": none.reshape(0, 0)}
-
-    @from_params
-    def needs(self) -> set[str]:
-        of_turns = self.params.smoothed and self.params.corridor == "turn"
-        return {"tokens", "entropies", "current_entropies"} | ({"turns"} if of_turns else set())
 
     # ---- the driver: history, corridor and phase
 

@@ -26,6 +26,13 @@ Pick = Literal["top", "inverse_prob"]
 Penalty = Callable[..., Any] | None
 
 
+def _needs(p: Any) -> set[str]:
+    if p.penalty is None:
+        return {"raw_text"} if p.use_error or p.use_format else set()
+    needs = getattr(p.penalty, "needs", ())
+    return {needs} if isinstance(needs, str) else set(needs)
+
+
 class GrpoRoc(Method):
     """Resample on Correct: generates too many rollouts and keeps the cleanest correct ones and the first wrong ones.
 
@@ -65,6 +72,7 @@ class GrpoRoc(Method):
     fidelity = "code"
     does = "Generates twice the rollouts and keeps the cleanest correct ones and any wrong ones"
     problems = ("agents", "no_signal")
+    needs = from_params(lambda p: _needs(p))
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -92,14 +100,6 @@ class GrpoRoc(Method):
                         f"parameter `{name}` is {getattr(self, name)!r}; it must be two texts, the opening and the "
                         f"closing tag."
                     )
-
-    @from_params
-    def needs(self) -> set[str]:
-        p = self.params
-        if p.penalty is None:
-            return {"raw_text"} if p.use_error or p.use_format else set()
-        needs = getattr(p.penalty, "needs", ())
-        return {needs} if isinstance(needs, str) else set(needs)
 
     def check(self, run: Run) -> None:
         p, size = self.params, run.group_size

@@ -81,6 +81,7 @@ class LinearTS(Method):
     fidelity = "paper"
     does = "Draws prompts from the dataset's domains by a linear Thompson bandit"
     problems = ("few_prompts", "no_signal")
+    needs = from_params(lambda p: {"prompt_index", f"column:{p.column}"})
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -112,10 +113,6 @@ class LinearTS(Method):
                         f"`context` has {shown(name)}; allowed: {', '.join(known)}, and method/name of what a method "
                         f"logs in optimizer steps.{did_you_mean(name, known)}"
                     )
-
-    @from_params
-    def needs(self) -> set[str]:
-        return {"prompt_index", f"column:{self.params.column}"}
 
     def start(self, run: Run) -> None:
         p = self.params

@@ -57,6 +57,8 @@ class MGrpo(Method):
     fidelity = "reconstruction"
     does = "Trains a main agent and its sub-agents, each compared with its own kind"
     problems = ("agents",)
+    needs = from_params(lambda p: {"tokens", "several_rollouts", f"column:{p.agent_column}"})
+    rows_per_rollout = from_params(lambda p: 1 + p.sub_per_rollout)
     idle = (Idle({"calls": 0}, "no sub-agent was called. Check the prompt and `parse` of m_grpo_rollout."),)
 
     @dataclass(frozen=True)
@@ -73,14 +75,6 @@ class MGrpo(Method):
         align: bool = param(True, "alignment to `sub_per_rollout` rows per rollout; false: all rows stay")
         sub_per_rollout: int = param(4, "D, number of sub-agents' rows of a rollout in the aligned batch (ours)", ge=1)
         fill_empty: bool = param(True, "rows of other rollouts replace missing ones (ours)", only_if={"align": True})
-
-    @from_params
-    def needs(self) -> set[str]:
-        return {"tokens", "several_rollouts", f"column:{self.params.agent_column}"}
-
-    @from_params
-    def rows_per_rollout(self) -> int:
-        return 1 + int(self.params.sub_per_rollout)
 
     def rewards(self, rollouts: Rollouts) -> Tensor | None:
         """Sub-agents' rewards from their format score and the outcome of the main agent that called them."""

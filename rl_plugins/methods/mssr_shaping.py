@@ -37,6 +37,7 @@ class MssrShaping(Method):
     fidelity = "code"
     does = "Adds a small, capped bonus to the advantages of uncertain tokens"
     problems = ("exploration",)
+    needs = from_params(lambda p: {"tokens", "old_logprobs" if p.entropy == "sampled" else "entropies"})
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -45,10 +46,6 @@ class MssrShaping(Method):
         entropy: Literal["sampled", "full"] = param(
             "sampled", "of the sampled token, -p log p (code), or of the whole distribution (paper)", only_if=_ON
         )
-
-    @from_params
-    def needs(self) -> set[str]:
-        return {"tokens", "old_logprobs" if self.params.entropy == "sampled" else "entropies"}
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
         entropy = tokens.entropies

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_plugins import Idle, Method, MethodParams, Plan, Rollouts, Tokens, from_params, param
+from rl_plugins import Idle, Method, MethodParams, Plan, Rollouts, Tokens, from_params, param, signals
 from rl_plugins.core.redundancy import FIELDS, NOTE
 
 
@@ -41,15 +41,12 @@ class RollartRedundancy(Method):
     does = "Begins spare rollouts of every prompt, keeps the first to end and closes the others"
     problems = ("long_tail", "agents")
     brings = frozenset({f"column:{NOTE}"})
+    needs = from_params(lambda p: signals(redundancy=p.spare, columns=[NOTE] if p.spare else []))
     idle = (Idle({"closed": 0}, "no rollout was closed. Raise `spare`, or look at `failed`: too few rollouts end."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         spare: int = param(1, "x, number of rollouts of a prompt that begin beyond those that are kept", ge=0, le=64)
-
-    @from_params
-    def needs(self) -> set[str]:
-        return {"redundancy", f"column:{NOTE}"} if self.params.spare else set()
 
     def plan(self, plan: Plan) -> Plan | None:
         spare = self.params.spare

@@ -9,7 +9,20 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Idle, Method, MethodParams, Program, Prompt, Run, Score, from_params, param
+from rl_plugins import (
+    ConfigError,
+    Groups,
+    Idle,
+    Method,
+    MethodParams,
+    Program,
+    Prompt,
+    Run,
+    Score,
+    from_params,
+    param,
+    signals,
+)
 from rl_plugins.core.denoising import Denoise, Sample, SamplePrompt
 from rl_plugins.kit.oversampling import pool_size
 from rl_plugins.methods.sol_rl.choice import Mode, places
@@ -44,6 +57,7 @@ class SolRlExplore(Method):
     hosts = ("diffusion",)
     does = "Explores many seeds with a cheap copy of the policy and makes the best and worst again"
     problems = ("few_rollouts",)
+    needs = from_params(lambda p: signals(cheap_copy=p.model == "cheap"))
     idle = (Idle({"explored_std": 0}, "all explored samples have one reward. Look at the reward, or raise `steps`."),)
 
     @dataclass(frozen=True)
@@ -53,10 +67,6 @@ class SolRlExplore(Method):
         model: Literal["cheap", "policy"] = param("cheap", "model that explores")
         mode: Mode = param("best_worst", "seeds of the pool that are made again")
         noise: bool = param(False, "noise on the way of explored samples (paper: none)")
-
-    @from_params
-    def needs(self) -> set[str]:
-        return {"cheap_copy"} if self.params.model == "cheap" else set()
 
     def check(self, run: Run) -> None:
         if run.host == "diffusion" and self.params.steps > run.max_completion_length:

@@ -58,6 +58,7 @@ class UiS1Rollout(Method):
     needs = frozenset({"chat_template"})
     brings = frozenset({"redundancy"})
     in_eval = ("rollout",)
+    rows_per_rollout = from_params(lambda p: p.max_steps)
     idle = (Idle({"patches": 0}, "no step was patched. All steps matched, `match` failed, or `max_patches` is 0."),)
 
     @dataclass(frozen=True)
@@ -69,10 +70,6 @@ class UiS1Rollout(Method):
         max_steps: int = param(16, "most turns of a task, each a row of the batch", ge=1)
         step_tokens: int | None = param(None, "most tokens of a response; none: the completion length", ge=1)
         timeout: float = param(30.0, "time limit of one call of `match`, in seconds", gt=0)
-
-    @from_params
-    def rows_per_rollout(self) -> int:
-        return int(self.params.max_steps)
 
     def rollout(self, prompt: Prompt) -> Program:
         if prompt.prefix:

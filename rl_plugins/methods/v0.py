@@ -70,6 +70,7 @@ class V0(Method):
     fidelity = "paper"
     does = "Splits a fixed rollout budget by predicted success rate"
     problems = ("no_signal", "few_prompts")
+    decides_rollouts = from_params(lambda p: p.allocation != "uniform")
     idle = (Idle({"utility": 1}, "budgets are no better than equal ones. Look at `prior` and `min_rollouts`."),)
     keeps_batch_size = True  # rollouts are moved between prompts, not taken away
 
@@ -91,14 +92,7 @@ class V0(Method):
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
         self.prior = make_prior(self.params, 0.0, 1.0, guess_unseen=False)  # equal guesses would not give equal budgets
-
-    @from_params
-    def needs(self) -> frozenset[str]:
-        return self.prior.needs
-
-    @from_params
-    def decides_rollouts(self) -> bool:
-        return bool(self.params.allocation != "uniform")
+        self.needs = self.prior.needs
 
     def check(self, run: Run) -> None:
         p = self.params

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Idle, Method, MethodParams, Plan, Rollouts, Run, Tokens, from_params, param
+from rl_plugins import ConfigError, Groups, Idle, Method, MethodParams, Plan, Rollouts, Run, Tokens, param
 from rl_plugins.core.params import below
 from rl_plugins.core.rollouts import MAX_ROUNDS, PerRollout
 from rl_plugins.kit.priors import PriorParams, make_prior
@@ -100,10 +100,7 @@ class V05(Method):
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
         self.prior = make_prior(self.params, -torch.inf, torch.inf)
-
-    @from_params
-    def needs(self) -> frozenset[str]:
-        return self.prior.needs
+        self.needs = self.prior.needs
 
     def check(self, run: Run) -> None:
         p = self.params

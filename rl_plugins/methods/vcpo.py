@@ -22,6 +22,7 @@ from rl_plugins import (
     Update,
     from_params,
     param,
+    signals,
 )
 from rl_plugins.core.groups import places
 from rl_plugins.core.losses import Live, finite
@@ -81,6 +82,18 @@ class Vcpo(Method):
     host_options = {"trl": {"vllm_importance_sampling_correction": False}}
     aggregation = "sum"
     corrects_sampling = True
+    needs = from_params(
+        lambda p: signals(
+            "rollout_logprobs",
+            "current_logprobs",
+            "off_policy",
+            several_rollouts=p.baseline != "none",
+            whole_groups=p.baseline == "opob",
+            tokens=p.by_proxy,
+            old_logprobs=p.by_proxy,
+            sum_squared_probs=p.by_proxy,
+        )
+    )
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -94,6 +107,10 @@ class Vcpo(Method):
         aggregate: Aggregate = param("mean", "statistic that makes the baseline of a group", only_if=OPOB)
         norm_by_std: bool = param(True, "division of rewards by the population deviation of their group")
 
+        @property
+        def by_proxy(self) -> bool:
+            return self.baseline == "opob" and self.gradnorm == "proxy"
+
         def check(self) -> None:
             if self.gradnorm == "exact":
                 raise ConfigError(
@@ -101,17 +118,6 @@ class Vcpo(Method):
                     "pass per row, which neither host makes, and two more copies of the gradient. Use 'length' or "
                     "'proxy'."
                 )
-
-    @from_params
-    def needs(self) -> set[str]:
-        p, needs = self.params, {"rollout_logprobs", "current_logprobs", "off_policy"}
-        needs |= {"several_rollouts"} if p.baseline != "none" else set()
-        needs |= {"whole_groups"} if p.baseline == "opob" else set()
-        return needs | ({"tokens", "old_logprobs", "sum_squared_probs"} if self._by_proxy else set())
-
-    @property
-    def _by_proxy(self) -> bool:
-        return bool(self.params.baseline == "opob" and self.params.gradnorm == "proxy")
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
         """(rows,) with the mean in place of an optimal baseline, which is known at the weights of the update only."""
@@ -129,7 +135,7 @@ class Vcpo(Method):
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
         """The reward of every row, centred in its group and scaled; where the norms are a proxy, their squares too."""
         columns = {"vcpo_reward": self._scaled(rollouts), "vcpo_scored": (~torch.isnan(rollouts.reward)).double()}
-        if self._by_proxy:
+        if self.params.by_proxy:
             assert tokens.old_logprobs is not None and tokens.sum_squared_probs is not None  # in `needs`
             square = 1 - 2 * torch.exp(tokens.old_logprobs.double()) + tokens.sum_squared_probs.double()
             columns["vcpo_norm"] = Groups(tokens.row, count=len(rollouts)).sum(
@@ -150,7 +156,7 @@ class Vcpo(Method):
         reward, shift = rows.columns["vcpo_reward"].double(), torch.zeros(())
         if p.baseline == "opob":
             scored = rows.columns["vcpo_scored"] > 0
-            square = rows.columns["vcpo_norm"].double() if self._by_proxy else length
+            square = rows.columns["vcpo_norm"].double() if self.params.by_proxy else length
             square = square / length**2 if p.normalize_by_length else square
             log_weight = log_baseline_weight(log_w, square, p.weight_power, bound)
             groups = Groups(rows.group)

@@ -75,6 +75,8 @@ class XrpoSeeds(Method):
     problems = ("no_signal", "exploration")
     rounds = True
     keeps_batch_size = True
+    needs = from_params(lambda p: {"prompt_index", "text", f"column:{p.prompt_column}"})
+    decides_rollouts = from_params(lambda p: bool(p.second_round))
     idle = (
         Idle({"later": 0}, "no later round was planned. Set `second_round`, or name a method with rounds before it."),
     )
@@ -98,14 +100,6 @@ class XrpoSeeds(Method):
         super().__init__(params)
         self._dataset: Any = None
         self._known: dict[int, Any] = {}  # dataset row -> its words, or its embedding
-
-    @from_params
-    def needs(self) -> set[str]:
-        return {"prompt_index", "text", f"column:{self.params.prompt_column}"}
-
-    @from_params
-    def decides_rollouts(self) -> bool:
-        return bool(self.params.second_round)
 
     def check(self, run: Run) -> None:
         media = media_of(run)

@@ -60,6 +60,9 @@ class Arrol(Method):
     state_version = 2  # the optimizer of the head
     does = "Stops about half of the rollouts early, keeping right and wrong ones in balance"
     problems = ("no_signal", "long_tail")
+    needs = from_params(
+        lambda p: {"column:arrol"} | ({f"engine:logprobs={p.top}"} if p.top and p.features is None else set())
+    )
     idle = (
         Idle({"stopped": 0}, "no rollout was stopped. Lower `keep_ratio`, or `detect_tokens` if most end before it."),
         Idle({"right": 0}, "no rollout counts as right, so the head is of no use. Lower `success_threshold`."),
@@ -67,11 +70,6 @@ class Arrol(Method):
     )
 
     Params = ArrolParams
-
-    @from_params
-    def needs(self) -> set[str]:
-        p = self.params
-        return {"column:arrol"} | ({f"engine:logprobs={p.top}"} if p.top and p.features is None else set())
 
     # ---- driver
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +48,12 @@ class Dars(Method):
     problems = ("no_signal", "exploration")
     rounds = True
     decides_rollouts = True
+    host_options = from_params(
+        lambda p: {
+            "trl": {"scale_rewards": "group" if p.use_std else "none"},
+            "verl": {"algorithm.norm_adv_by_std_in_grpo": p.use_std},
+        }
+    )
     idle = (Idle({"asked": 0}, "no prompt asked for more: all are right half of the time, or `n_max` is `n_first`."),)
 
     @dataclass(frozen=True)
@@ -69,14 +74,6 @@ class Dars(Method):
                     f"`n_max` is {self.most}, below `n_first` = {self.n_first}; it must be at least that. Raise "
                     f"`n_max` or lower `n_first`."
                 )
-
-    @from_params
-    def host_options(self) -> dict[str, dict[str, Any]]:
-        std = self.params.use_std
-        return {
-            "trl": {"scale_rewards": "group" if std else "none"},
-            "verl": {"algorithm.norm_adv_by_std_in_grpo": std},
-        }
 
     def check(self, run: Run) -> None:
         p = self.params

@@ -58,6 +58,7 @@ class Dots(Method):
     problems = ("no_signal", "few_prompts")
     needs = frozenset({"prompt_index"})
     decides_rollouts = True
+    rounds = from_params(lambda p: p.reference == "now")
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -84,10 +85,6 @@ class Dots(Method):
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
         self._predictor: Predictor | None = None
-
-    @from_params
-    def rounds(self) -> bool:
-        return bool(self.params.reference == "now")
 
     def check(self, run: Run) -> None:
         p = self.params

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Idle, Method, Rollouts, Run, from_params, param
+from rl_plugins import ConfigError, Idle, Method, Rollouts, Run, from_params, param, signals
 from rl_plugins.kit.prompt_memory import SuccessParams
 from rl_plugins.kit.services import Failure, NotAsked, Service, failures, prompt_text
 from rl_plugins.methods.fapo.judge import FlawParams, is_flaw
@@ -44,6 +44,7 @@ class Fapo(Method):
     fidelity = "code"
     does = "Lowers the reward of right rollouts if a judge finds a wrong step in them"
     problems = ("weak_reward",)
+    needs = from_params(lambda p: signals("text", columns=(p.prompt_column, p.answer_column)))
     idle = (
         Idle({"right": 0}, "no rollout counts as right, so nothing is judged. Lower `success_threshold`."),
         Idle({"flawed": 0}, "the judge finds no flaw, so no reward changes. Look at some of its replies."),
@@ -66,11 +67,6 @@ class Fapo(Method):
                 )
 
     _judge: Service
-
-    @from_params
-    def needs(self) -> set[str]:
-        columns = (self.params.prompt_column, self.params.answer_column)
-        return {"text", *(f"column:{name}" for name in columns if name)}
 
     def check(self, run: Run) -> None:
         _ = self.params.endpoint

@@ -11,7 +11,19 @@ from typing import Any
 
 import torch
 
-from rl_plugins import ConfigError, Idle, Method, MethodParams, Plan, PlanRow, Rollouts, Run, Tokens, from_params
+from rl_plugins import (
+    ConfigError,
+    Idle,
+    Method,
+    MethodParams,
+    Plan,
+    PlanRow,
+    Rollouts,
+    Run,
+    Tokens,
+    from_params,
+    signals,
+)
 from rl_plugins.core.errors import shown
 from rl_plugins.kit.prompts import as_messages, as_text
 from rl_plugins.kit.services import Failure, NotAsked, Service, failures
@@ -56,6 +68,11 @@ class FissionGrpo(Method):
     fidelity = "reconstruction"
     does = "Turns failed tool calls into prompts about recovering from the error"
     problems = ("agents", "no_signal")
+    needs = from_params(
+        lambda p: signals(
+            "text", "prompt_index", columns=(p.prompt_column, p.gold_column, p.tools_column, p.error_column)
+        )
+    )
     idle = (Idle({"served": 0}, "no recovery prompt was trained. Look at `errors`, `pool`, `trigger` and `share`."),)
     state_version = 2  # entries have the digest of their error
     Params = FissionParams
@@ -64,12 +81,6 @@ class FissionGrpo(Method):
         super().__init__(params)
         self._service: Service | None = None
         self._dataset: Any = None
-
-    @from_params
-    def needs(self) -> set[str]:
-        p = self.params
-        columns = (p.prompt_column, p.gold_column, p.tools_column, p.error_column)
-        return {"text", "prompt_index", *(f"column:{c}" for c in columns if c)}
 
     def check(self, run: Run) -> None:
         name = self.params.correctness

@@ -49,14 +49,11 @@ class Latr(Method):
     does = "Grows a tree of rollouts that branches at uncertain tokens and prunes near copies"
     problems = ("exploration", "no_signal")
     brings = frozenset({"forced_tokens"})
+    needs = from_params(lambda p: {"several_rollouts", f"engine:logprobs={p.candidates}"})
     idle = (
         Idle({"branches": 1}, "no tree branched: its rollouts are copies of one. Lower `tau_abs` or raise `tau_rel`."),
     )
     Params = LatrParams
-
-    @from_params
-    def needs(self) -> set[str]:
-        return {"several_rollouts", f"engine:logprobs={self.params.candidates}"}
 
     def plan(self, plan: Plan) -> Plan:
         eta = self.params.eta_at(plan.batch)

@@ -9,7 +9,18 @@ from typing import Any
 
 from torch import Tensor, tensor
 
-from rl_plugins import Call, ConfigError, Method, MethodParams, Program, Prompt, Rollouts, Trajectory, from_params
+from rl_plugins import (
+    Call,
+    ConfigError,
+    Method,
+    MethodParams,
+    Program,
+    Prompt,
+    Rollouts,
+    Trajectory,
+    from_params,
+    signals,
+)
 from rl_plugins.core.errors import shown
 from rl_plugins.core.redundancy import independent
 from rl_plugins.core.requests import Called
@@ -54,6 +65,10 @@ class MGrpoRollout(Method):
     problems = ("agents",)
     brings = frozenset({"column:agent", "column:invalid", "redundancy"})
     in_eval = ("rollout",)
+    needs = from_params(
+        lambda p: signals("chat_template", columns=("invalid" if p.invalid_penalty else "", p.guard_facts))
+    )
+    rows_per_rollout = from_params(lambda p: 1 + p.max_calls)
     Params = MGrpoRolloutParams
 
     def __init__(self, params: MethodParams | None = None) -> None:
@@ -77,16 +92,6 @@ class MGrpoRollout(Method):
                 retries=p.guard_retries,
                 timeout=p.timeout / 2,
             )
-
-    @from_params
-    def needs(self) -> set[str]:
-        p = self.params
-        columns = ("invalid" if p.invalid_penalty else "", p.guard_facts)
-        return {"chat_template", *(f"column:{name}" for name in columns if name)}
-
-    @from_params
-    def rows_per_rollout(self) -> int:
-        return 1 + int(self.params.max_calls)
 
     def rewards(self, rollouts: Rollouts) -> Tensor | None:
         """The reward minus `invalid_penalty` times the share of rejected results."""

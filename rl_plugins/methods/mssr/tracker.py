@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Run, Tokens, from_params, param
+from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Run, Tokens, from_params, param, signals
 from rl_plugins.kit.priors import Column
 from rl_plugins.kit.prompt_memory import Counts
 
@@ -55,13 +55,17 @@ class TrackerParams(MethodParams):
 class Tracked(Method):
     """Base of the parts that read the counts. State: `alpha`, `beta` (dataset size,) float64, `kl` of the window."""
 
-    Params = TrackerParams
+    needs = from_params(
+        lambda p: signals(
+            "prompt_index",
+            columns=[p.value_column],
+            tokens=p.rho is None,
+            old_logprobs=p.rho is None,
+            ref_logprobs=p.rho is None,
+        )
+    )
 
-    @from_params
-    def needs(self) -> set[str]:
-        p = self.params
-        kl = {"tokens", "old_logprobs", "ref_logprobs"} if p.rho is None else set()
-        return {"prompt_index"} | kl | ({f"column:{p.value_column}"} if p.value_column else set())
+    Params = TrackerParams
 
     def start(self, run: Run) -> None:
         self.state = self._initial(self._known(run))

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, from_params
+from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, from_params, signals
 from rl_plugins.core.errors import shown
 from rl_plugins.core.rollouts import Plan, PromptPool, Rollouts, Run
 from rl_plugins.kit.columns import cell
@@ -71,6 +71,15 @@ class PsGrpo(Method):
     fidelity = "paper"
     does = "Rewards answers that agree with those to other wordings of the same question"
     problems = ("no_verifier",)
+    needs = from_params(
+        lambda p: signals(
+            "prompt_index",
+            "text",
+            "whole_batches",
+            f"column:{p.set_column}",
+            columns=[p.answer_column if p.gamma > 0 else None],
+        )
+    )
     idle = (Idle({"collapsed": 1.0}, "all sets have the same answer. Raise `gamma`, or add a KL term."),)
     Params = PsGrpoParams
 
@@ -78,12 +87,6 @@ class PsGrpo(Method):
         super().__init__(params)
         self._left_out: set[int] = set()
         self._too_large = 0
-
-    @from_params
-    def needs(self) -> set[str]:
-        p = self.params
-        columns = [p.set_column] + [p.answer_column] * (p.answer_column is not None and p.gamma > 0)
-        return {"prompt_index", "text", "whole_batches", *(f"column:{name}" for name in columns)}
 
     # ---- sets
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins import Groups, Idle, Method, MethodParams, from_params, param
+from rl_plugins import Groups, Idle, Method, MethodParams, from_params, param, signals
 from rl_plugins.core.params import below
 from rl_plugins.core.rollouts import Plan, Rollouts, Run, Tokens
 from rl_plugins.methods.rollout_replay.buffer import Buffer
@@ -61,6 +61,8 @@ class RolloutReplay(Method):
     fidelity = "paper"
     does = "Generates part of each batch and replays stored groups of earlier batches for the rest"
     problems = ("long_tail", "few_prompts")
+    needs = from_params(lambda p: set(NEEDS) if p.fresh_share < 1 else set())
+    brings = from_params(lambda p: signals(off_policy=p.fresh_share < 1))
     idle = (Idle({"replayed": 0}, "no stored group was replayed. Look at `stored`, `unstorable`, `max_staleness`."),)
 
     @dataclass(frozen=True)
@@ -73,14 +75,6 @@ class RolloutReplay(Method):
         start_batch: int = param(2, "first batch with replay, from 0", ge=1, only_if=REPLAYS)
 
     _group_size = 0
-
-    @from_params
-    def needs(self) -> set[str]:
-        return set(NEEDS) if "off_policy" in self.brings else set()
-
-    @from_params
-    def brings(self) -> set[str]:
-        return {"off_policy"} if self.params.fresh_share < 1 else set()
 
     def start(self, run: Run) -> None:
         self._group_size = run.group_size

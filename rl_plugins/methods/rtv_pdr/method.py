@@ -9,7 +9,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins import Idle, Method, from_params
+from rl_plugins import Idle, Method, from_params, signals
 from rl_plugins.core.requests import Call, Generate, Generated, Program, Prompt, Score, Trajectory, together
 from rl_plugins.kit.agents import play
 from rl_plugins.kit.prompts import as_messages, as_text
@@ -68,14 +68,11 @@ class RtvPdr(Method):
     does = "Answers with the winner of a tournament among many attempts, refined in a second wave"
     problems = ("no_verifier",)
     in_eval = ("rollout",)
+    needs = from_params(
+        lambda p: signals(chat_template=p.environment or p.waves > 1 or p.summarizer is None or p.judge is None)
+    )
     idle = (Idle({"refined": 0}, "no prompt was hard enough for another wave. Raise `hard_below`."),)
     Params = RtvPdrParams
-
-    @from_params
-    def needs(self) -> set[str]:
-        p = self.params
-        writes = p.environment or p.waves > 1 or p.summarizer is None or p.judge is None
-        return {"chat_template"} if writes else set()
 
     def rollout(self, prompt: Prompt) -> Program:
         p = self.params

@@ -63,6 +63,11 @@ class Scope(Method):
     brings = frozenset({"column:scope", "forced_tokens"})
     does = "Corrects a failed rollout from its first wrong reasoning step on"
     problems = ("no_signal", "exploration")
+    needs = from_params(
+        lambda p: (
+            {"tokens", "column:scope"} | (set() if p.corrector else {"chat_template", f"column:{p.solution_column}"})
+        )
+    )
     idle = (
         Idle({"eligible": 0}, "no group had wrong and too few right rollouts. Look at `min_correct`."),
         Idle({"corrected": 0}, "no correction was right. Look at `located`, `verified`, `threshold`, `corrector`."),
@@ -76,11 +81,6 @@ class Scope(Method):
                 "Method `scope` needs `prm`, a function (messages, steps, columns) -> one score per reasoning step: a "
                 'process reward model. Give it as "module:attribute" or as the object itself.'
             )
-
-    @from_params
-    def needs(self) -> set[str]:
-        solution = set() if self.params.corrector else {"chat_template", f"column:{self.params.solution_column}"}
-        return {"tokens", "column:scope"} | solution
 
     # ---- generation
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Idle, Method, MethodParams, from_params
+from rl_plugins import ConfigError, Idle, Method, MethodParams, from_params, signals
 from rl_plugins.core.requests import Chat
 from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Rollouts, Run, Shape, Tokens
 from rl_plugins.kit.services import media_of
@@ -85,6 +85,16 @@ class SwarmSapo(Method):
     fidelity = "abstract"
     does = "Trains on rollouts that other nodes share as text, next to its own"
     problems = ("no_signal", "exploration")
+    needs = from_params(
+        lambda p: signals(
+            "text",
+            "prompt_index",
+            f"column:{p.prompt_column}",
+            tokens=p.external_weight != 1,
+            several_rollouts=p.external_groups,
+        )
+    )
+    brings = from_params(lambda p: signals(forced_tokens=p.external_groups))
     idle = (Idle({"external": 0}, "no external group was trained. Look at `inbox`, `rejected`, `external_groups`."),)
     Params = SwarmParams
 
@@ -105,16 +115,6 @@ class SwarmSapo(Method):
         self._schema: Schema | None = None
         self._mail: Mailbox | None = None
         self._told: set[str] = set()
-
-    @from_params
-    def needs(self) -> set[str]:
-        p, needs = self.params, {"text", "prompt_index", f"column:{self.params.prompt_column}"}
-        needs |= {"tokens"} if p.external_weight != 1 else set()
-        return needs | ({"several_rollouts"} if p.external_groups else set())
-
-    @from_params
-    def brings(self) -> set[str]:
-        return {"forced_tokens"} if self.params.external_groups else set()
 
     def check(self, run: Run) -> None:
         p = self.params

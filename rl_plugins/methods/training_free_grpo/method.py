@@ -15,6 +15,7 @@ from rl_plugins import (
     Run,
     Tokens,
     from_params,
+    signals,
 )
 from rl_plugins.kit.columns import cell, rewritten
 from rl_plugins.kit.services import fill, prompt_text
@@ -61,14 +62,11 @@ class TrainingFreeGrpo(Method):
     problems = ("few_prompts", "forgetting")
     in_eval = ("plan",)
     aggregation = "none"
+    needs = from_params(
+        lambda p: signals("text", f"column:{p.prompt_column}", columns=[p.answer_column], several_rollouts=p.learn)
+    )
     idle = (Idle({"operations": 0}, "the library did not change. Look at `mixed`, `reward_low` and `reward_high`."),)
     Params = TrainingFreeParams
-
-    @from_params
-    def needs(self) -> set[str]:
-        p = self.params
-        columns = {f"column:{name}" for name in (p.prompt_column, p.answer_column) if name}
-        return {"text"} | columns | ({"several_rollouts"} if p.learn else set())
 
     def check(self, run: Run) -> None:
         p = self.params

@@ -54,11 +54,8 @@ class UiS1(Method):
     problems = ("agents",)
     needs = frozenset({"turns"})
     advantages_per = "turn"
+    rows_per_rollout = from_params(lambda p: p.rows_per_rollout)
     Params = UiS1Params
-
-    @from_params
-    def rows_per_rollout(self) -> int:
-        return int(self.params.rows_per_rollout)
 
     def select(self, rollouts: Rollouts) -> Tensor:
         """Tasks whose rollouts differ too little leave."""
