@@ -157,7 +157,7 @@ def test_signals_of_methods_are_those_of_the_states(watched: Any, folder: Path) 
     rollouts, tokens = probes.Signals.seen[0]
     model = BertForMaskedLM.from_pretrained(masked_policy(folder / "masked-policy")).double().eval()
     when = {tuple(a): a.unmasked_at for a in watched.answers}
-    assert rollouts.text == watched.processing_class.batch_decode(rollouts.token_ids.completion, True)
+    assert rollouts.text == watched.processing_class.batch_decode([*rollouts.token_ids.completion], True)
     for row in (0, 40):
         answer = rollouts.token_ids.completion[row].tolist()
         prompt = torch.tensor(rollouts.token_ids.prompt[row].tolist())
