@@ -25,11 +25,13 @@ from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.info import info
 from rl_plugins.cards.usage import hydra, usage_of
 from rl_plugins.commands.cli import app
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import HOOKS, Bundle
 from rl_plugins.runtime import registry, report
 from rl_plugins.runtime.stack import build_stack
-from rl_plugins.verl import capabilities, compat, doctor
+from rl_plugins.verl import capabilities, compat, doctor, start
 from rl_plugins.verl.config import Settings, compose, read_settings
+from rl_plugins.verl.offline import run_of_words
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "verl"
@@ -336,6 +338,37 @@ def test_what_cannot_take_effect_is_a_problem(changes, problem):
     text = problems(examine(*RUN, *changes, status=1))
     assert re.search(problem, text, re.S), text
     assert text.startswith(" problem:"), text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["custom_reward_function.path=x.py", "custom_reward_function.name=f"], ["reward.custom_reward_function.name"]),
+        (["reward_model.enable=True", "reward_model.model.path=rm"], ["reward.reward_model.model_path"]),
+        (["reward_model.reward_manager=dapo"], ["reward.reward_manager.name"]),
+        (["sandbox_fusion.url=http://x"], ["reward.sandbox_fusion.url"]),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=gspoo"], ["loss_mode", "`gspo`"]),
+        (["algorithm.adv_estimator=grop"], ["adv_estimator", "`grpo`"]),
+        (["reward.reward_manager.name=batch"], ["reward.reward_manager.name", "rate_limited"]),
+        (["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4096"], ["ppo_micro_batch_size_per_gpu"]),
+    ],
+)  # fmt: skip
+def test_what_verl_would_refuse_later_or_never_read_is_a_problem(changes, words):
+    said = problems(examine(*RUN, *changes, status=1))
+    assert all(word in said for word in words)
+
+
+def test_a_reward_under_its_old_key_stops_the_audit_and_the_run(tmp_path):
+    old = [*RUN, "custom_reward_function.path=mine.py"]
+    with pytest.raises(ConfigError, match=r"reward\.custom_reward_function\.path"):
+        run_of_words([*old, f"data.train_files={data(tmp_path / 'train.parquet', 8)}"])
+    with pytest.raises(ConfigError, match=r"reward\.custom_reward_function\.path"):
+        start.prepare(compose(old))
+
+
+def test_names_that_modules_of_the_user_may_register_are_not_looked_at(monkeypatch):
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine")
+    assert "adv_estimator" not in examine(*RUN, "algorithm.adv_estimator=mine")
 
 
 def test_all_problems_are_listed_at_once(tmp_path):

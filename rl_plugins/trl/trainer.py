@@ -92,7 +92,8 @@ class MethodsMixin(StatefulMixin):
         self.add_callback(self._methods_callback)
         self.updates_seen = UpdatesSeen(self) if self.methods.watchers else None
         if self.args.on_reward_error == MASK:
-            self.reward_funcs = [masking(f, n) for f, n in zip(self.reward_funcs, self.reward_func_names, strict=True)]
+            given = zip(self.reward_funcs, self.reward_func_names, strict=True)
+            self.reward_funcs: list[Any] = [masking(function, name) for function, name in given]
         positions_by_mask(self.model)
         if self.aux_loss_enabled and capabilities.droppers(self.methods):
             capabilities.refuse_inexact_loss(self)

@@ -32,7 +32,7 @@ from rl_plugins.runtime.report import (
     stage_lines,
 )
 from rl_plugins.runtime.stack import MethodStack, build_stack
-from rl_plugins.verl import capabilities, compat, start
+from rl_plugins.verl import capabilities, compat, host_config, start
 from rl_plugins.verl.config import MODES, Settings, compose, read_settings, verl_folder
 from rl_plugins.verl.prompts import flat_columns
 
@@ -306,6 +306,7 @@ def _print_run(overrides: Sequence[str]) -> list[str]:
         print(f"\n{start.describe(stack, options, config)}")
     elif settings is None or not settings.methods:
         print("\nNo methods are named: the run is verl's own.")
+    run.problems += host_config.problems(run.read, Path(verl_folder()))
     _look_at_dataset(run)
     _look_at_reward(run)
     print("\nThe run")
@@ -320,7 +321,7 @@ def _print_run(overrides: Sequence[str]) -> list[str]:
     print("\nNotes")
     for note in run.notes:
         print(f"  {note}")
-    return run.problems
+    return list(dict.fromkeys(run.problems))
 
 
 def _missing_values(config: Any) -> list[str]:

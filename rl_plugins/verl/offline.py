@@ -12,6 +12,7 @@ from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.verl.capabilities import Known, Reader
 from rl_plugins.verl.config import Settings, compose, read_settings
 from rl_plugins.verl.doctor import ParquetRows, read_command
+from rl_plugins.verl.host_config import refuse_old_keys
 from rl_plugins.verl.rewards import with_reward_functions
 
 
@@ -26,6 +27,7 @@ def run_of_words(words: Sequence[str]) -> Run:
     """
     config = compose(read_command(words))
     settings, read = read_settings(config) or Settings(()), Reader(config)
+    refuse_old_keys(read)
     files = read("data.train_files")
     paths = [Path(str(f)).expanduser() for f in ([files] if isinstance(files, str) else files or ())]
     if not paths or not all(p.suffix == ".parquet" and p.is_file() for p in paths):

@@ -11,6 +11,7 @@ from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl import METHODS_VARIABLE, capabilities
 from rl_plugins.verl.compat import check_verl
 from rl_plugins.verl.config import MODES, Settings, read_settings
+from rl_plugins.verl.host_config import refuse_old_keys
 from rl_plugins.verl.saved import check_tracker
 
 WORKERS = f"ray_kwargs.ray_init.runtime_env.env_vars.{METHODS_VARIABLE}"  # what verl hands to `ray.init`
@@ -58,6 +59,7 @@ def apply(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]
     from omegaconf import OmegaConf, open_dict
 
     check_verl()
+    refuse_old_keys(capabilities.Reader(config))
     options = capabilities.check(stack, settings, config)
     with open_dict(config):
         for name, value in {**options, WORKERS: ",".join(m.name for m in stack.methods)}.items():
