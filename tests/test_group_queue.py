@@ -26,7 +26,8 @@ def called(queue: GroupQueue, op: Sequence[Any]) -> Any:
     if name == "advance":
         return queue.advance(*args)
     if name == "put":
-        return queue.put(*args)
+        episode, _, rollout = args  # the step at which it began is not used, in the authors' code neither
+        return queue.put(episode, rollout)
     found = queue.ask() if name == "ask" else queue.get()
     if found is None:
         return "blocked"
@@ -98,7 +99,7 @@ def test_every_rollout_is_trained_or_dropped_once_and_groups_come_in_order(
                 put.append((episode, len(put) % 2 if filters else len(put)))
                 before = set(queue.live)
                 filtered = queue.filtered
-                queue.put(episode, step, put[-1][1])
+                queue.put(episode, put[-1][1])
                 assert len(set(queue.live) - before) == queue.filtered - filtered  # one replacement for each
                 assert len(queue.live) == len(before)
         elif event == "get":
@@ -132,7 +133,7 @@ def test_the_number_of_live_groups_is_bounded(sizes: tuple[int, int, int, int], 
             for _ in range(size):
                 episode = eager.ask()
                 if episode is not None:
-                    eager.put(episode, step, 0)
+                    eager.put(episode, 0)
             eager.get()
     if bound == 0:
         before = set(idle.live)
@@ -149,7 +150,7 @@ def test_a_hung_environment_costs_its_own_group_only_and_nothing_with_redundancy
         while (episode := queue.ask(now=1.0)) is not None:
             asked.append(episode)
         for episode in asked:
-            queue.put(episode, 0, 1.0, now=2.0)
+            queue.put(episode, 1.0, now=2.0)
         assert len(queue.live[1].finished) == 2 + spare
         assert (queue.get() is not None) == bool(spare)
         assert queue.hung(now=9.0, timeout=5.0) == ([] if spare else [hung])
@@ -160,10 +161,10 @@ def test_filtered_groups_end_at_the_cap() -> None:
     queue.advance(0)
     for _ in range(4):
         assert queue.get() is None
-        queue.put(queue.ask() or 0, 0, 1.0)
+        queue.put(queue.ask() or 0, 1.0)
         episode = next(iter(queue.live))
         queue.ask()
-        queue.put(episode, 0, 1.0)
+        queue.put(episode, 1.0)
     found = queue.get()
     assert queue.filtered == 3 and found is not None and found.rollouts == (1.0, 1.0)
 
@@ -179,7 +180,7 @@ def test_environments_that_have_ended_close_the_queue() -> None:
     queue = GroupQueue(2, drop=all_equal)
     queue.advance(0)
     for _ in range(2):
-        queue.put(queue.ask() or 0, 0, None)
+        queue.put(queue.ask() or 0, None)
     assert queue.closed and queue.ask() is None
 
 

@@ -167,7 +167,7 @@ def test_older_groups_are_trained_first() -> None:
         queue.advance(0)
         queue.advance(1)
         for _ in range(3):
-            queue.put(queue.ask() or 0, 0, "rollout")
+            queue.put(queue.ask() or 0, "rollout")
     assert [world.queues[0].get() is not None for _ in range(2)] == [True, True]
     world._collect()
     assert [group.create_step for group in world.batch] == [0, 0] and world.training

@@ -15,9 +15,6 @@ from rl_plugins.diffusion.rewards import Rewards
 from rl_plugins.runtime.preflight import no_row_has
 from rl_plugins.runtime.stack import MethodStack
 
-TokensOf = Callable[[Sample], tuple[Transition, ...]]
-"""The transitions of a sample that an objective trains."""
-
 
 @dataclass(frozen=True)
 class LocalRow:

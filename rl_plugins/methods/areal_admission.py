@@ -106,9 +106,3 @@ def capacity(
     """
     room = (max_staleness + version + 1) * max(1, batch) - (accepted + running)
     return room if max_concurrent is None else min(max(1, max_concurrent) - running, room)
-
-
-def recovered(version: int, batch: int) -> tuple[int, int]:
-    """`accepted` and `running` of a run that resumes at a version. With both 0 it would begin version * batch groups
-    more than it may."""
-    return version * max(1, batch), 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,17 +17,25 @@ from hypothesis import strategies as st
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Carried, Queue
-from rl_plugins.methods.areal_admission import STRATEGY, THRESHOLD, WARMUP, ArealAdmission, capacity, recovered
+from rl_plugins.methods.areal_admission import STRATEGY, THRESHOLD, WARMUP, ArealAdmission, capacity
 from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_run, start_stack
-from rl_plugins.testing.asynchronous import SimulatedStep, simulate, summary
 
+with pytest.MonkeyPatch.context() as patch:  # the simulation is in the evidence script
+    patch.syspath_prepend(Path(__file__).parents[2] / "examples" / "evidence")
+    from areal import SimulatedStep, measured, simulate
 GOLDEN = Golden("areal", "events")  # the losses are those of `decoupled_ppo`
 
 
 def admission(**params: Any) -> ArealAdmission:
     return ArealAdmission(build_params(ArealAdmission.Params, params, "areal_admission"))
+
+
+def recovered(version: int, batch: int) -> tuple[int, int]:
+    """`accepted` and `running` of a run that resumes at a version. With both 0 it would begin version * batch groups
+    more than it may."""
+    return version * batch, 0
 
 
 @GOLDEN.kind("events")
@@ -119,7 +128,7 @@ def test_at_0_it_is_synchronous() -> None:
 
 
 def test_throughput_grows_with_eta_until_the_trainer_never_waits() -> None:
-    found = [summary(run(eta), skip=10) for eta in range(9)]
+    found = [measured(run(eta), skip=10) for eta in range(9)]
     rates = [f["throughput"] for f in found]
     assert rates == sorted(rates)
     assert rates[8] > 2 * rates[0] and rates[8] <= 16 / 10.0 + 1e-9
@@ -155,7 +164,7 @@ def test_the_rule_bounds_the_count_and_not_the_age() -> None:
     none, drop, wait = (run(2, bound, 200, duration=stragglers) for bound in ("none", "drop", "wait"))
     assert max(max(s.staleness) for s in none) >= 15 > 2
     assert max(max(s.staleness) for s in drop) <= 2 and max(max(s.staleness) for s in wait) <= 2
-    rate = {name: summary(steps, 20) for name, steps in (("none", none), ("drop", drop), ("wait", wait))}
+    rate = {name: measured(steps, 20) for name, steps in (("none", none), ("drop", drop), ("wait", wait))}
     assert rate["drop"]["wasted"] > 0.01 and rate["none"]["wasted"] == rate["wait"]["wasted"] == 0
     assert rate["wait"]["throughput"] < 0.5 * rate["none"]["throughput"]
     assert rate["drop"]["throughput"] > 0.9 * rate["none"]["throughput"]
@@ -165,7 +174,7 @@ def test_a_limit_on_groups_at_once_costs_throughput() -> None:
     few = simulate(
         partial(capacity, batch=16, max_staleness=4, max_concurrent=4), lognormal(0), batch=16, train_time=10, steps=40
     )
-    assert summary(few, 5)["throughput"] < 0.7 * summary(run(4), 5)["throughput"]
+    assert measured(few, 5)["throughput"] < 0.7 * measured(run(4), 5)["throughput"]
 
 
 def test_a_rule_that_begins_nothing_is_an_error() -> None:

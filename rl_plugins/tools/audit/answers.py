@@ -16,7 +16,6 @@ from rl_plugins.tools.audit.rows import Row, normal
 Kind = Literal["number", "choice", "text"]
 Renderer = Callable[[str, Row], str]
 Corrupter = Callable[[str, Row, np.random.Generator], Sequence[str]]
-Extractor = Callable[[str], "str | None"]
 
 TEMPLATES = (
     "{answer}",

@@ -3,7 +3,7 @@
     queue = GroupQueue(8, redundancy=1, groups_per_step=16, staleness=1)
     queue.advance(0)                    # before each training step
     episode = queue.ask()               # an environment begins; None: wait
-    queue.put(episode, 0, rollout)      # it has finished
+    queue.put(episode, rollout)         # it has finished
     group = queue.get()                 # the trainer takes the oldest group; None: wait
 
 The class is pure: no clock, no thread, no waiting. Calls that the paper's queue would let wait return None and change
@@ -142,12 +142,11 @@ class GroupQueue:
         if episode in self.live:
             self.live[episode].started -= 1
 
-    def put(self, episode: int, start_step: int, rollout: Any, now: float = 0.0) -> None:
+    def put(self, episode: int, rollout: Any, now: float = 0.0) -> None:
         """A rollout has finished. It is dropped where its group has gone.
 
         Args:
             episode: what `ask` returned.
-            start_step: training step at which it began. It is not used: a group's age counts from its creation.
             rollout: anything; None from an environment that has ended.
         """
         found = self.live.get(episode)

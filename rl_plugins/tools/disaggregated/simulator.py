@@ -123,7 +123,6 @@ class _Rollout:
     tag: str
     environment: int
     episode: int
-    step: int
     written: list[int]
     seconds: list[float]
     faults: list[float]
@@ -215,7 +214,6 @@ class _World:
             task.tag,
             environment,
             episode,
-            self.step,
             written=_log_normal(rng, task.written, task.written_spread, task.turns).round().astype(int).tolist(),
             seconds=_log_normal(rng, task.seconds, task.spread, task.turns).tolist(),
             faults=rng.random(task.turns).tolist(),
@@ -316,7 +314,7 @@ class _World:
 
     def _put(self, rollout: _Rollout) -> None:
         self.alive.remove(rollout)
-        self.queues[rollout.environment // self.per_group].put(rollout.episode, rollout.step, rollout, self.now)
+        self.queues[rollout.environment // self.per_group].put(rollout.episode, rollout, self.now)
 
     def _free(self, environment: int) -> None:
         q = environment // self.per_group

@@ -24,7 +24,6 @@ GENERATING = ("select_prompts", "plan", "admit", "rollout")
 """Hooks that decide what is generated."""
 PROGRAMS = ("admit", "rollout")
 """Those of them that our own worker does not serve, either."""
-AS_OLD = "TRL's asynchronous trainer, whose old log-probs are those of the policy that sampled,"
 OPTIONS = {
     "vllm_importance_sampling_correction": False,
     "multi_objective_aggregation": "sum_then_normalize",
