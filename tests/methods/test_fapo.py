@@ -92,7 +92,6 @@ def decided(stack: MethodStack, rollouts: Rollouts) -> Decision:
 def check_policy_reward(case: Case) -> None:
     given, expected, asked = case.inputs, case.expected, []
     response = given["judge_response"]
-    case.params.must_be("penalty", 1.0)
 
     def judge(prompt: str, answer: str, completion: str) -> str:
         asked.append((prompt, answer, completion))

@@ -161,14 +161,13 @@ def check_ess(case: Case) -> None:
 def check_baseline(case: Case) -> None:
     given_, p = case.inputs, case.params
     p.must_be("eps", 1e-8)
-    p.must_be("use_clipped_is_ratios", False)
-    p.must_be("normalize_by_length", False)
-    reward, norms, w, clipped = (
-        torch.tensor(given_[n], dtype=torch.float64) for n in ("rewards", "grad_norms", "seq_is", "seq_is_clipped")
+    reward, norms, w, clipped, lengths = (
+        torch.tensor(given_[n], dtype=torch.float64)
+        for n in ("rewards", "grad_norms", "seq_is", "seq_is_clipped", "lengths")
     )
-    assert len(given_["lengths"]) == len(reward)
-    log_w, groups = torch.log(w), Groups(torch.zeros(len(w), dtype=torch.int64))
-    assert torch.exp(log_w.clamp(max=math.log(8.0))).tolist() == pytest.approx(clipped.tolist())
+    norms = norms / lengths if p["normalize_by_length"] else norms
+    log_w, groups = torch.log(clipped if p["use_clipped_is_ratios"] else w), Groups(torch.zeros_like(w).long())
+    assert w.clamp(max=8.0).tolist() == pytest.approx(clipped.tolist())
     power = "paper" if p["use_is_weights"] else "none"
     weight = log_baseline_weight(log_w, norms**2, power, math.log(8.0))
     everyone = torch.ones(len(w), dtype=torch.bool)
@@ -176,7 +175,42 @@ def check_baseline(case: Case) -> None:
     assert got.tolist() == pytest.approx([case.expected["baseline"]], abs=1e-7)
     # what they measure holds the truncated weight already
     twice = log_baseline_weight(log_w, norms**2, "code", math.log(8.0))
-    torch.testing.assert_close(torch.exp(twice), (w * clipped * norms) ** 2)
+    torch.testing.assert_close(torch.exp(twice), (torch.exp(log_w) * clipped * norms) ** 2)
+
+
+@GOLDEN.kind("grad_norm")
+def check_run_of_the_code(case: Case) -> None:
+    """The authors' three functions one after the other, on one group. They read the norms from outside, too."""
+    given_, expected, p = case.inputs, case.expected, case.params
+    p.must_be("eps", 1e-8)
+    mask = torch.tensor(given_["mask"]).long()
+    batch = Batch(given_["reward"], [0] * len(mask), mask, given_["rollout_logprobs"], given_["logprobs"])
+    log_w, limit = batch.sums(batch.current - batch.behavior), math.log(p["rollout_is_threshold"])
+    close = dict(rel=1e-6, abs=1e-8)  # theirs is float32
+    assert torch.exp(log_w).tolist() == pytest.approx(expected["seq_is"], **close)
+    _, _, metrics, scale = batch.grad(base_ess_ratio=1.0, truncation=p["rollout_is_threshold"])
+    assert scale == pytest.approx(expected["lr_scale_sqrt_base1"], **close)
+    for ours, theirs, each in (
+        ("ess_ratio", "ess", "ess_ratio"),
+        ("ess_ratio_truncated", "ess_clipped", "ess_ratio_clipped"),
+    ):
+        assert metrics[ours] == pytest.approx(expected[each], **close)
+        assert metrics[ours] * len(mask) == pytest.approx(expected[theirs], **close)
+    log_ratio = batch.current - batch.behavior
+    k3 = batch.sums(torch.exp(log_ratio) - 1 - log_ratio) / mask.sum(1)
+    assert k3.tolist() == pytest.approx(expected["k3"], **close)
+    groups, reward = Groups(torch.zeros(len(mask), dtype=torch.int64)), torch.tensor(given_["reward"]).double()
+    norms, everyone = torch.tensor(given_["grad_norm"]).double(), torch.ones(len(mask), dtype=torch.bool)
+
+    def baseline(norms: Tensor, power: str, mode: str) -> float:
+        weight = log_baseline_weight(log_w, norms**2, power, limit)
+        return float(weighted_baseline(groups, reward, weight, everyone, AGGREGATES[mode])[0])
+
+    opob = expected["opob"]
+    for mode in AGGREGATES:
+        assert baseline(norms, "paper", mode) == pytest.approx(opob[mode], **close)
+    assert baseline(norms / mask.sum(1), "paper", "mean") == pytest.approx(opob["mean_by_length"], **close)
+    assert baseline(norms, "none", "mean") == pytest.approx(opob["mean_without_is"], **close)
 
 
 @pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
