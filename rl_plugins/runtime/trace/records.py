@@ -16,12 +16,13 @@ from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.groups import Groups
 from rl_plugins.core.method import RowNote, TurnNote
 from rl_plugins.core.requests import ORIGIN, Kind
-from rl_plugins.core.rollouts import Rollouts, Shape, weighted_reward
+from rl_plugins.core.rollouts import Jagged, Rollouts, Shape, TokenIds, weighted_reward
 from rl_plugins.runtime.trace import schema
 from rl_plugins.runtime.trace.batch import TracedBatch, Updated, first_advantages, shapes
 from rl_plugins.runtime.trace.notes import rendered, with_names, written
 
 FLOAT_SIGNALS = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies")
+PER_ROW = ("group", "prompt_index", "rollout", "index", "version", "newest_version", "truncated", "length")
 Record = dict[str, Any]
 
 
@@ -31,12 +32,17 @@ class Read:
     Attributes:
         rollouts: all rows. raw: (rows,) weighted rewards before the hooks. grpo: (rows,) advantages of plain GRPO.
         kept: (kept rows,) numbers of the rows that `select` left.
-        start: (rows + 1,) where each row's tokens begin; tokens lie row by row.
-        stages: (name, (tokens,) advantages or (rows,) where they are one number per row).
+        start: where each row's tokens begin, and their number; tokens lie row by row. position: (tokens,) array.
+        place: of each row, its place among those that `select` left.
+        rows: name -> values of all rows.
+        prompt, completion, kinds: row -> array, of its tokens and of what each token of the completion is.
+        rewarded: (method, reward of each row) of every `rewards` hook that gave some.
+        stages: (name, (tokens,) advantages, of each row whether its tokens have the same).
         origins: of each row, `rl_plugins.core.requests.BranchOrigin` as plain data or None.
         row_of_number: (group, number of the rollout in its program) -> row.
-        turn_place: (turns,) place of each turn among those of the rows that stayed, -1 of the others.
-        left: (method, hook, (rows,) bool or None, (tokens,) bool or None) of what left.
+        turns: row -> its turns. turn_place: of each turn, its place among those of the rows that stayed, else -1.
+        left: (method, hook, (rows,) bool, (tokens,) bool) of what left. left_tokens: of each, tokens of every row.
+        row_columns, token_columns: (name, values) of `shape`, of the rows and tokens that `select` left.
     """
 
     def __init__(self, batch: TracedBatch) -> None:
@@ -46,11 +52,17 @@ class Read:
         self.grpo = grpo_advantages(r.replace(reward=self.raw))
         self.kept = r.kept.nonzero()[:, 0]
         self.of_row = Groups(t.row, count=len(r))
-        self.start = torch.nn.functional.pad(torch.cumsum(torch.bincount(t.row, minlength=len(r)), 0), (1, 0))
+        self.start: list[int] = torch.cumsum(torch.bincount(t.row, minlength=len(r)), 0).tolist()
+        self.start.insert(0, 0)
+        self.position = t.position.numpy()
+        self.place: list[int] = (torch.cumsum(r.kept, 0) - 1).tolist()
         self.trained = self.of_row.sum(t.keep.double()) > 0
         live = torch.where(t.keep, t.advantages, torch.nan)
         self.advantage = torch.nan_to_num(self.of_row.mean(live), nan=0.0)
-        self.turn_place = _places_of(r)
+        self.turn_place: list[int] = _places_of(r).tolist()
+        self.turns: dict[int, list[int]] = {}
+        for number, row in enumerate(r.turns.row.tolist() if r.turns is not None else ()):
+            self.turns.setdefault(row, []).append(number)
         self.origins = r.meta.get(ORIGIN) or [None] * len(r)
         self.row_of_number = {
             (g, o["number"]): i
@@ -59,11 +71,35 @@ class Read:
         }
         self.stages = self._stages()
         self.left = self._left()
+        self.left_tokens = [torch.bincount(t.row[gone], minlength=len(r)).tolist() for *_, gone in self.left]
+        self.whole: list[bool] = (torch.bincount(t.row[~t.keep], minlength=len(r)) == 0).tolist()
+        self.rewarded = [
+            (s.method, _numbers(s.result).tolist()) for s in batch.seen if s.hook == "rewards" and s.result is not None
+        ]
+        self.row_columns = [(n, _numbers(v).tolist()) for _, s in shapes(batch) for n, v in s.row_columns.items()]
+        self.token_columns = [
+            (n, torch.as_tensor(v).float().numpy()) for _, s in shapes(batch) for n, v in s.token_columns.items()
+        ]
+        ids = r.token_ids
+        assert ids is not None
+        self.prompt, self.completion = _arrays(ids.prompt), _arrays(ids.completion)
+        self.kinds = _arrays(Jagged(self._kinds(ids), ids.completion.offsets))
+        self.rows = {name: getattr(r, name).tolist() for name in (*PER_ROW, "rewards", "reward")}
+        self.rows |= {name: getattr(self, name).tolist() for name in ("raw", "grpo", "advantage", "trained")}
 
-    def _stages(self) -> list[tuple[str, Tensor]]:
+    def _kinds(self, ids: TokenIds) -> Tensor:
+        kinds = torch.where(ids.observed.values, int(Kind.OBSERVED), int(Kind.SAMPLED)).to(torch.int8)
+        t = self.tokens
+        kinds[(ids.completion.offsets[t.row] + t.position)[t.forced]] = int(Kind.FORCED)
+        return kinds
+
+    def _stages(self) -> list[tuple[str, Tensor, list[bool]]]:
         maker = next((s.method for s in self.batch.seen if s.hook == "advantages"), "")
         found = [(f"{maker}.advantages" if maker else "host", first_advantages(self.batch))]
-        return found + [(f"{name}.shape", s.advantages) for name, s in shapes(self.batch) if s.advantages is not None]
+        found += [(f"{name}.shape", s.advantages) for name, s in shapes(self.batch) if s.advantages is not None]
+        row, n = self.tokens.row, len(self.rollouts)
+        first = torch.tensor(self.start)[row]
+        return [(m, v, (torch.bincount(row[v != v[first]], minlength=n) == 0).tolist()) for m, v in found]
 
     def _left(self) -> list[tuple[str, str, Tensor, Tensor]]:
         """(method, hook, (rows,) bool, (tokens,) bool): what each hook took out that was still there."""
@@ -87,6 +123,11 @@ class Read:
         return found
 
 
+def _arrays(rows: Jagged) -> Callable[[int], Any]:
+    values, bounds = rows.values.numpy(), rows.offsets.tolist()
+    return lambda i: values[bounds[i] : bounds[i + 1]]
+
+
 def _places_of(rollouts: Rollouts) -> Tensor:
     if rollouts.turns is None:
         return torch.zeros(0, dtype=torch.int64)
@@ -94,74 +135,83 @@ def _places_of(rollouts: Rollouts) -> Tensor:
     return torch.where(stay, torch.cumsum(stay, 0) - 1, -1)
 
 
-def row_records(batch: TracedBatch, decode: Callable[[Sequence[int]], str]) -> list[Record]:
+def row_records(read: Read, decode: Callable[[Sequence[int]], str]) -> list[Record]:
     """Records of the rows of the groups that are recorded.
 
     Args:
         decode: token ids -> text, special tokens kept.
     """
-    read = Read(batch)
-    chosen = [i for i, g in enumerate(batch.rollouts.group.tolist()) if g in batch.groups]
-    notes = _notes(read)
-    return [_row(read, i, decode, notes.get(i, [])) for i in chosen]
+    chosen = [i for i, g in enumerate(read.rows["group"]) if g in read.batch.groups]
+    notes, plans, known = _notes(read), {g: _plan(*p) for g, p in read.batch.plans.items()}, dict[bytes, str]()
+
+    def text(ids: Any) -> str:
+        """Prompts of a group are one text."""
+        key = ids.tobytes()
+        if key not in known:
+            known[key] = decode(ids.tolist())
+        return known[key]
+
+    return [_row(read, i, text, decode, plans, notes.get(i, [])) for i in chosen]
 
 
-def _row(read: Read, i: int, decode: Callable[[Sequence[int]], str], notes: list[Record]) -> Record:
-    batch, r, t = read.batch, read.rollouts, read.tokens
-    ids = r.token_ids
-    assert ids is not None
-    prompt, completion = ids.prompt[i].numpy(), ids.completion[i].numpy()
-    places = torch.arange(int(read.start[i]), int(read.start[i + 1]))
-    position = t.position[places].numpy()
+def _row(
+    read: Read,
+    i: int,
+    prompt_text: Callable[[Any], str],
+    decode: Callable[[Sequence[int]], str],
+    plans: Mapping[int, Record],
+    notes: list[Record],
+) -> Record:
+    batch, r, t, rows = read.batch, read.rollouts, read.tokens, read.rows
+    prompt, completion, kinds = read.prompt(i), read.completion(i), read.kinds(i)
+    own = slice(read.start[i], read.start[i + 1])
+    position, n = read.position[own], len(completion)
 
-    def spread(values: Tensor | None, fill: Any = np.nan, dtype: Any = np.float32) -> Any:
-        """Values of the row's tokens -> one for each token of the completion."""
-        if values is None or not len(places):
+    def spread(values: Any, fill: Any = np.nan, dtype: Any = np.float32) -> Any:
+        """Values of the batch's tokens -> one for each token of the completion."""
+        if values is None or not len(position):
             return None
-        full = np.full(len(completion), fill, dtype)
-        full[position] = values[places].numpy()
+        full = np.full(n, fill, dtype)
+        full[position] = values[own]
         return full
 
-    kinds = np.where(ids.observed[i].numpy(), int(Kind.OBSERVED), int(Kind.SAMPLED)).astype(np.int8)
-    kinds[position[t.forced[places].numpy()]] = int(Kind.FORCED)
-    rewarded = [(s.method, _numbers(s.result)) for s in batch.seen if s.hook == "rewards" and s.result is not None]
-    planned = batch.plans.get(int(r.group[i]))
+    group = rows["group"][i]
     return {
         "schema": schema.VERSION,
         "batch": r.batch,
         "row": i,
-        "group": int(r.group[i]),
-        "prompt_index": int(r.prompt_index[i]),
-        "rollout": int(r.rollout[i]),
-        "index": int(r.index[i]),
-        "prompt": decode(prompt.tolist()),
+        **{name: rows[name][i] for name in ("group", "prompt_index", "rollout", "index")},
+        "prompt": prompt_text(prompt),
         "completion": decode(completion.tolist()),
         "prompt_ids": prompt,
         "completion_ids": completion,
         "kinds": kinds,
-        "origin": _origin(r, i, planned),
-        "version": int(r.version[i]),
-        "newest_version": int(r.newest_version[i]),
+        "origin": _origin(read, i, batch.plans.get(group)),
+        "version": rows["version"][i],
+        "newest_version": rows["newest_version"][i],
         "current_version": r.current_version,
         "versions": spread(t.version, -1, np.int32),
-        "truncated": bool(r.truncated[i]),
-        "length": int(r.length[i]),
-        "rewards": with_names(zip(r.reward_names, r.rewards[i].tolist(), strict=True)),
-        "raw_reward": float(read.raw[i]),
-        "reward": float(r.reward[i]),
-        "rewarded": [{"method": m, "reward": float(v[i])} for m, v in rewarded],
-        "trained": bool(read.trained[i]),
-        "left": _left_of(read, i, places),
-        "token_left": _token_left(read, places, position, len(completion)),
-        "grpo": float(read.grpo[i]),
-        "advantage": float(read.advantage[i]),
-        "advantages": [_stage(name, values, places, spread) for name, values in read.stages] if len(places) else [],
+        "truncated": rows["truncated"][i],
+        "length": rows["length"][i],
+        "rewards": with_names(zip(r.reward_names, rows["rewards"][i], strict=True)),
+        "raw_reward": rows["raw"][i],
+        "reward": rows["reward"][i],
+        "rewarded": [{"method": m, "reward": v[i]} for m, v in read.rewarded],
+        "trained": rows["trained"][i],
+        "left": _left_of(read, i),
+        "token_left": _token_left(read, i, own, n),
+        "grpo": rows["grpo"][i],
+        "advantage": rows["advantage"][i],
+        "advantages": [_stage(name, values, same[i], own, spread) for name, values, same in read.stages]
+        if len(position)
+        else [],
         **{name: spread(getattr(t, name)) for name in FLOAT_SIGNALS},
-        "turns": _turns(read, i, places),
+        "turns": _turns(read, i, own),
         **_origin_of(read, i, decode),
-        "plan": None if planned is None else _plan(*planned),
+        "plan": plans.get(group),
         "notes": notes,
-        **_columns(read, i, places, position, len(completion)),
+        "row_columns": with_names((name, v[read.place[i]]) for name, v in read.row_columns if bool(r.kept[i])),
+        "token_columns": [{"name": name, "values": _filled(n, position, v[own])} for name, v in read.token_columns],
     }
 
 
@@ -169,52 +219,56 @@ def _numbers(values: Any) -> Tensor:
     return torch.as_tensor(values, dtype=torch.float64)
 
 
-def _origin(r: Rollouts, i: int, planned: Any) -> str:
-    if planned is not None and int(r.rollout[i]) < len(planned[0].given):
+def _filled(n: int, position: Any, values: Any) -> Any:
+    full = np.full(n, np.nan, np.float32)
+    full[position] = values
+    return full
+
+
+def _origin(read: Read, i: int, planned: Any) -> str:
+    if planned is not None and read.rows["rollout"][i] < len(planned[0].given):
         return "given"
-    return "carried" if int(r.version[i]) < int(r.newest_version[i]) else "generated"
+    return "carried" if read.rows["version"][i] < read.rows["newest_version"][i] else "generated"
 
 
-def _stage(name: str, values: Tensor, places: Tensor, spread: Callable[[Tensor], Any]) -> Record:
-    own = values[places]
-    uniform = bool((own == own[0]).all())
-    return {"stage": name, "advantage": float(own.mean()), "tokens": None if uniform else spread(values.float())}
+def _stage(name: str, values: Tensor, same: bool, own: slice, spread: Callable[[Any], Any]) -> Record:
+    return {"stage": name, "advantage": float(values[own].mean()), "tokens": None if same else spread(values)}
 
 
-def _left_of(read: Read, i: int, places: Tensor) -> list[Record]:
+def _left_of(read: Read, i: int) -> list[Record]:
     found = []
-    for method, hook, rows, tokens in read.left:
-        count = int(read.rollouts.length[i]) if bool(rows[i]) else int(tokens[places].sum())
-        if bool(rows[i]) or count:
+    for (method, hook, rows, _), tokens in zip(read.left, read.left_tokens, strict=True):
+        gone = bool(rows[i])
+        if gone or tokens[i]:
+            count = read.rows["length"][i] if gone else tokens[i]
             found.append({"method": method, "hook": hook, "tokens": count})
     return found
 
 
-def _token_left(read: Read, places: Tensor, position: Any, length: int) -> Any:
+def _token_left(read: Read, i: int, own: slice, length: int) -> Any:
     """Of each token, which of the row's entries of `left` took it out; None if all of them stay."""
-    if not len(places) or bool(read.tokens.keep[places].all()):
+    if read.whole[i]:
         return None
     full, number = np.full(length, schema.STAYS, np.int8), 0
-    for _, _, _, tokens in read.left:
-        gone = tokens[places].numpy()
-        if gone.any():
-            full[position[gone]] = number
+    for (_, _, _, tokens), counts in zip(read.left, read.left_tokens, strict=True):
+        if counts[i]:
+            full[read.position[own][tokens[own].numpy()]] = number
             number += 1
     return full
 
 
-def _turns(read: Read, i: int, places: Tensor) -> list[Record] | None:
+def _turns(read: Read, i: int, row: slice) -> list[Record] | None:
     table, turn = read.rollouts.turns, read.tokens.turn
     if table is None:
         return None
     found = []
-    for number in (table.row == i).nonzero()[:, 0].tolist():
-        own = read.tokens.position[places][turn[places] == number] if turn is not None else places[:0]
+    for number in read.turns.get(i, ()):
+        own = read.tokens.position[row][turn[row] == number] if turn is not None else ()
         found.append(
             {
                 "turn": int(table.turn[number]),
-                "start": int(own.min()) if len(own) else None,
-                "stop": int(own.max()) + 1 if len(own) else None,
+                "start": int(own.min()) if len(own) else None,  # type: ignore[union-attr]
+                "stop": int(own.max()) + 1 if len(own) else None,  # type: ignore[union-attr]
                 "anchor": None if table.anchor[number] is None else _text(table.anchor[number]),
                 "reward": float(table.reward[number]),
                 "valid": bool(table.valid[number]),
@@ -229,7 +283,7 @@ def _origin_of(read: Read, i: int, decode: Callable[[Sequence[int]], str]) -> Re
     origin = read.origins[i]
     if origin is None:
         return {"branch": None, "pruned": None}
-    parent = read.row_of_number.get((int(read.rollouts.group[i]), origin["parent"]))
+    parent = read.row_of_number.get((read.rows["group"][i], origin["parent"]))
     pruned = [
         {
             "start": p["start"],
@@ -246,7 +300,7 @@ def _origin_of(read: Read, i: int, decode: Callable[[Sequence[int]], str]) -> Re
 
 def _compared(read: Read, number: int) -> list[Record]:
     """What a method said with `note_turns` of a turn; it knows the turns of the rows that stayed."""
-    place = int(read.turn_place[number])
+    place = read.turn_place[number]
     notes = [n for s in read.batch.seen for n in s.notes if isinstance(n, TurnNote)] if place >= 0 else []
     return [
         {
@@ -276,19 +330,6 @@ def _plan(row: Any, by: tuple[str, ...]) -> Record:
         "max_tokens": row.max_tokens,
         "max_turns": row.max_turns,
     }
-
-
-def _columns(read: Read, i: int, places: Tensor, position: Any, length: int) -> Record:
-    """Columns of `shape` for the loss."""
-    inside = int((read.kept < i).sum())
-    kept, row, token = bool(read.rollouts.kept[i]), [], []
-    for _, shaped in shapes(read.batch):
-        row += [(name, float(_numbers(v)[inside])) for name, v in shaped.row_columns.items() if kept]
-        for name, values in shaped.token_columns.items():
-            full = np.full(length, np.nan, np.float32)
-            full[position] = torch.as_tensor(values)[places].float().numpy()
-            token.append({"name": name, "values": full})
-    return {"row_columns": with_names(row), "token_columns": token}
 
 
 def _notes(read: Read) -> Mapping[int, list[Record]]:
@@ -327,9 +368,9 @@ def update_records(batch: int, updates: Sequence[Updated]) -> list[Record]:
     ]
 
 
-def batch_record(batch: TracedBatch, now: float, host: str, methods: Sequence[str]) -> Record:
+def batch_record(read: Read, now: float, host: str, methods: Sequence[str]) -> Record:
     """The record of a batch, with a summary of all its groups."""
-    read, r, t = Read(batch), batch.rollouts, batch.tokens
+    batch, r, t = read.batch, read.rollouts, read.tokens
     groups = r.groups
     first = groups.min(torch.arange(len(r)).double()).long()
     change = torch.where(read.trained, (read.advantage - read.grpo).abs(), torch.nan)
@@ -355,7 +396,7 @@ def batch_record(batch: TracedBatch, now: float, host: str, methods: Sequence[st
         "tokens": int(r.length.sum()),
         "trained_tokens": int(t.keep.sum()),
         "current_version": r.current_version,
-        "stages": [name for name, _ in read.stages],
+        "stages": [name for name, *_ in read.stages],
         "selected_by": batch.selected[0],
         "selected": list(batch.selected[1]),
         "stats": with_names(batch.stats.items()),

@@ -23,7 +23,7 @@ from rl_plugins.core.rollouts import Run
 from rl_plugins.runtime.trace import schema
 from rl_plugins.runtime.trace.batch import TracedBatch, Updated
 from rl_plugins.runtime.trace.notes import written
-from rl_plugins.runtime.trace.records import batch_record, row_records, update_records
+from rl_plugins.runtime.trace.records import Read, batch_record, row_records, update_records
 
 TABLES = ("rollouts", "batches", "tokens", "updates")
 _NUMBER = re.compile(r"batch-(\d+)\.parquet")
@@ -80,12 +80,13 @@ class Writer:
         return "" if failure is None else f"{type(failure).__name__}: {shortened(failure, 200)}"
 
     def _write(self, batch: TracedBatch, now: float) -> None:
-        records = row_records(batch, self._decoded)
+        read = Read(batch)
+        records = row_records(read, self._decoded)
         number = batch.rollouts.batch
         new = self._new_tokens(records)
         self._put("tokens", number, pa.Table.from_pylist(new, schema.TOKENS))
         self._put("rollouts", number, pa.Table.from_pylist(records, schema.ROLLOUTS))
-        summary = batch_record(batch, now, self.host, self.methods)
+        summary = batch_record(read, now, self.host, self.methods)
         self._put("batches", number, pa.Table.from_pylist([summary], schema.BATCHES))
         self._thin()
 
