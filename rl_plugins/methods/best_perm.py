@@ -219,9 +219,10 @@ class BestPerm(Method):
     def _hinted(self, row: PlanRow, k: int, hint: str, n: int) -> PlanRow:
         """n rollouts of the group of `row` under the prompt with hint k."""
         p = self.params
+        template, fields = (hint, {}) if p.templates else (p.hint_template, {"hint": hint})
 
         def told(problem: str) -> str:
-            return fill(hint if p.templates else p.hint_template, {"prompt": problem, "hint": hint})
+            return fill(template, {**fields, "prompt": problem})
 
         hinted = rewritten(self._dataset, row, p.prompt_column, told)
         return hinted.replace(n=n, spare=0, given=()).marked(self.name, k)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Idle, Method, MethodParams, Rollouts, Run, Shape, Tokens, param
-from rl_plugins.core.groups import places
 from rl_plugins.core.params import GIVEN
 from rl_plugins.methods.branch_grpo.trees import COLUMN, Trees
 
@@ -162,13 +161,9 @@ class Tails:
         return (place < best) | (place >= size - (stay - best))
 
     def _ranked(self, group: Tensor, trained: Tensor) -> tuple[Tensor, Tensor]:
-        """(nodes,) place of a trained tail node in its group, the best one first, and size of the group."""
-        chosen = (self.node & trained).nonzero()[:, 0]
-        order = chosen[torch.from_numpy(np.lexsort((-self.score[chosen].numpy(), group[chosen].numpy())))]
-        groups = Groups(group[order])
-        place, size = torch.zeros(2, len(group), dtype=torch.float64)
-        place[order], size[order] = places(groups.size).double(), groups.rows(groups.size).double()
-        return place, size
+        """(nodes,) place of a trained tail node in its group, the best one first, and how many such nodes it has."""
+        groups, score = Groups(group), torch.where(self.node & trained, self.score, torch.nan)
+        return groups.place(score), groups.rows(groups.n(score))
 
 
 def node_scores(trees: Trees, rollouts: Rollouts, tokens: Tokens) -> Tensor:

@@ -62,11 +62,5 @@ class DartEntropy(Method):
 
 def lower_quantile(x: Tensor, groups: Groups, q: float) -> Tensor:
     """(groups,) value at place floor(q (n - 1)) of the n sorted values of each group; NaN without values."""
-    n = groups.n(x).long()
-    by_value = torch.sort(torch.nan_to_num(x, nan=torch.inf), stable=True).indices  # NaN at the end of its group
-    order = by_value[torch.sort(groups.index[by_value], stable=True).indices]
-    first = torch.cumsum(groups.size, 0) - groups.size
-    place = first + torch.floor(q * (n - 1).clamp(min=0).double() + 1e-9).long()
-    if not len(x):
-        return torch.full((groups.count,), torch.nan, dtype=torch.float64)
-    return torch.where(n > 0, x[order[place.clamp(max=len(x) - 1)]], torch.nan)
+    at = torch.floor(q * (groups.n(x) - 1).clamp(min=0) + 1e-9)
+    return groups.max(torch.where(groups.place(-x) == groups.rows(at), x, torch.nan))

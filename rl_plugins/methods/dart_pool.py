@@ -112,7 +112,9 @@ class DartPool(Method):
         stays = ((rate > 0) & ~solved) | replaced
         keep = own & groups.rows(stays) & ~self._oldest_failures(rollouts, success, replaced)
         keep |= given & groups.rows(replaced)
-        keep |= _last(groups, (success == 1) & groups.rows(solved))  # `observe` sees no token of a row that leaves here
+        # of solved groups the last success leaves in `shape`: `observe` sees no token of a row that leaves here
+        number = torch.arange(len(own)).double()
+        keep |= groups.top_k(torch.where((success == 1) & groups.rows(solved), number, torch.nan), 1)
         self._solved = groups.ids[solved]
         for name, share in (("failed", failed), ("solved", solved), ("replaced", replaced), ("dropped", ~stays)):
             self.log(name, share.double().mean())
@@ -144,25 +146,20 @@ class DartPool(Method):
         the first of several."""
         once = rollouts.per_rollout
         candidates = (success == 0) & once.groups.rows(replaced)
-        version = torch.where(candidates, once.rows.min(rollouts.version.double()), torch.nan)
-        oldest = candidates & (version == once.groups.rows(once.groups.min(version)))
-        number = torch.where(oldest, once.rollout.double(), torch.nan)
-        return oldest & (number == once.groups.rows(once.groups.min(number)))
+        age = once.rows.min(rollouts.version.double()) * (1 + once.rollout.max()) + once.rollout
+        return once.groups.top_k(torch.where(candidates, -age, torch.nan), 1)
 
     def _trimmed(self, rollouts: Rollouts, kept: Tensor) -> Tensor:
         """(rollouts,) bool: at most N of each group, among them a success and a failure where there are both."""
         once = rollouts.per_rollout
         if bool((once.groups.sum(kept.double()) <= self._size).all()):
             return kept
-        key = torch.from_numpy(self.rng("trim").random(len(kept)))
-        success = self.params.successes(once.reward)
-        first = torch.zeros(len(kept), dtype=torch.bool)
-        for kind in (kept & (success == 1), kept & (success == 0)):
-            least = once.groups.rows(once.groups.min(torch.where(kind, key, torch.nan)))
-            first |= kind & (key == least)
-        key = key - 2.0 * first.double() + torch.isnan(once.reward).double()
-        rank = once.groups.rank(torch.where(kept, key, torch.nan))
-        return kept & (rank <= self._size)
+        key, success = -torch.from_numpy(self.rng("trim").random(len(kept))), self.params.successes(once.reward)
+        first = torch.zeros_like(kept)
+        for outcome in (1, 0):
+            first |= once.groups.top_k(torch.where(kept & (success == outcome), key, torch.nan), 1)
+        key = key + 2.0 * first.double() - torch.isnan(success).double()
+        return once.groups.top_k(torch.where(kept, key, torch.nan), self._size)
 
     # ---- afterwards
 
@@ -216,9 +213,3 @@ class DartPool(Method):
             for i, start, stop in zip(found.ids.tolist(), starts, stops, strict=True)
         ]
         return [asdict(turn) for turn in sorted(turns, key=lambda turn: turn.start)]
-
-
-def _last(groups: Groups, of: Tensor) -> Tensor:
-    """(rollouts,) bool: the last one of each group among these."""
-    number = torch.where(of, torch.arange(len(of)).double(), torch.nan)
-    return of & (number == groups.rows(groups.max(number)))
