@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from json import dumps
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from waiting import NEVER, SOON, Stuck
 from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Rollouts
+from rl_plugins.kit.http import Reply, Web
 from rl_plugins.kit.services import fill
 from rl_plugins.lab.demo import judges
 from rl_plugins.methods.brpo import SCORES, TEMPLATE, Brpo
@@ -362,17 +364,15 @@ def test_demo_judge() -> None:
 def test_an_endpoint_judges(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def post(self: Any, url: str, json: Any) -> Any:
-        import httpx
-
+    def post(self: Web, path: str, json: Any) -> Reply:
         content = json["messages"][0]["content"]
         seen.append(content)
         a, b = (float(content.split(f"[Answer {x}]\n")[1].split("\n")[0]) for x in "AB")
         opened, closed = re.findall(r"</?verdict-\w+>", content)
         reply = {"choices": [{"message": {"content": f"A is fine.\n{opened}Scores: A={a}, B = {b}{closed}"}}]}
-        return httpx.Response(200, json=reply, request=httpx.Request("POST", url))
+        return Reply(200, dumps(reply))
 
-    monkeypatch.setattr("httpx.Client.post", post)
+    monkeypatch.setattr(Web, "post", post)
     stack = brpo_stack(None, judge_url="http://judge/v1", judge_model="m", reference=0)
     assert reward_of(stack, texts([5, 7, 3, 6])) == [0.0, 1.0, -1.0, 1.0]
     assert len(seen) == 6 and seen[0].startswith(TEMPLATE[:60])
@@ -443,7 +443,7 @@ def test_parameters_that_cannot_be(params: dict[str, Any], text: str) -> None:
 
 
 def test_an_endpoint_that_cannot_be_is_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match="must be a URL"):
+    with pytest.raises(ConfigError, match="must be one such as"):
         brpo_stack(None, judge_url="localhost", judge_model="m")
 
 

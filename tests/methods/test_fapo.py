@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from json import dumps
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Method
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Rollouts
+from rl_plugins.kit.http import Reply, Web
 from rl_plugins.kit.services import fill
 from rl_plugins.lab.demo import judges
 from rl_plugins.methods.fapo import rewards as functions
@@ -335,16 +337,14 @@ def test_what_is_read_of_a_reply(reply: str, index: int | None) -> None:
 def test_an_endpoint_judges(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def post(self: Any, url: str, json: Any) -> Any:
-        import httpx
-
+    def post(self: Web, path: str, json: Any) -> Reply:
         content = json["messages"][0]["content"]
-        seen.append((url, json["max_tokens"], content))
+        seen.append((self.url + path, json["max_tokens"], content))
         step = content.split("[Solution]\n")[1].split("\n")[0]
         reply = {"choices": [{"message": {"content": f"Step {step} looks odd. \\boxed{{{int(step) - 1}}}"}}]}
-        return httpx.Response(200, json=reply, request=httpx.Request("POST", url))
+        return Reply(200, dumps(reply))
 
-    monkeypatch.setattr("httpx.Client.post", post)
+    monkeypatch.setattr(Web, "post", post)
     stack = fapo_stack(None, judge_url="http://judge/v1", judge_model="m")
     assert rewarded(stack, texts([1.0, 1.0, 0.0, 1.0]))[0] == [1.0, 0.5, 0.0, 0.5]
     wanted = fill(TEMPLATE, {"prompt": "p0", "answer": "a0", "completion": "3"})
