@@ -35,6 +35,9 @@ class Web:
         connections: at a time; None: as many as are asked for.
         most: bytes of a reply; a longer one is an error.
 
+    Attributes:
+        client: that of httpx, for requests of other kinds.
+
     Raises:
         ConfigError: the URL is none or has a password, or the variable is not set.
     """
@@ -55,7 +58,7 @@ class Web:
         headers = bearer(key_env)
         self._key = headers.get("Authorization", "").removeprefix("Bearer ")
         limits = httpx.Limits(max_connections=connections)
-        self._client = httpx.Client(headers=headers, timeout=timeout, limits=limits)
+        self.client = httpx.Client(headers=headers, timeout=timeout, limits=limits)
 
     def post(self, path: str = "", **what: Any) -> Reply:
         """The reply to a POST request; `what` is as of `httpx.Client.request`.
@@ -79,7 +82,7 @@ class Web:
         import httpx
 
         try:
-            with self._client.stream(method, self.url + path, **what) as answer:
+            with self.client.stream(method, self.url + path, **what) as answer:
                 return Reply(answer.status_code, self._read(answer).decode(answer.encoding or "utf-8", "replace"))
         except (httpx.HTTPError, httpx.InvalidURL) as e:
             raise OSError(f"{type(e).__name__}: {self.said(str(e))}") from None

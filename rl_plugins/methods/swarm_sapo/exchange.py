@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from rl_plugins import ConfigError
 from rl_plugins.core.errors import shown
-from rl_plugins.kit.http import bearer
+from rl_plugins.kit.http import Web
 
 MOST_NAMES = 16 << 20  # bytes of a listing that are read
 _HTTP = re.compile("https?://.")
@@ -107,14 +107,12 @@ class Http:
     `autoindex_format json`. The HTTP of fsspec reads pages of links in the place of such lists, and deletes nothing.
 
     Raises:
-        ConfigError: the variable of the key is not set.
+        ConfigError: the URL has a password, or the variable of the key is not set.
     """
 
     def __init__(self, url: str, key_env: str = "", timeout: float = 10.0) -> None:
-        import httpx
-
-        self.url = url.rstrip("/")
-        self._client = httpx.Client(headers=bearer(key_env), timeout=timeout)
+        web = Web(url, key_env, timeout)
+        self.url, self._client = web.url, web.client
 
     def put(self, name: str, data: bytes) -> None:
         self._client.put(f"{self.url}/{name}", content=data).raise_for_status()
