@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -418,7 +419,8 @@ def test_a_run_that_refuses_says_why():
     assert runs._reason([refused[0], refused[2]]) == "SystemExit: 2", "what took effect is no reason"
 
 
-def test_a_killed_command_leaves_no_run_behind():
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_command_leaves_no_run_behind(how):
     """Or it would go on writing the log of the run that the next command begins anew."""
     code = """
 import multiprocessing, os, time
@@ -442,7 +444,7 @@ if __name__ == "__main__":
         run = psutil.Process(int(command.stdout.readline()))
         time.sleep(2)
         assert run.is_running()
-        command.kill()
+        command.send_signal(how)
         command.wait()
         assert not psutil.wait_procs([run], timeout=20)[1]
 
