@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from harness import history, make
 
 from rl_plugins.testing.delayed import Delayed, installed
@@ -30,12 +29,12 @@ def delayed(tmp_path_factory):
 
 def test_every_trained_row_is_as_old_as_asked_for(delayed):
     trainer, seen = delayed
-    kept = [r.subset(torch.tensor([p != "fresh" for p in r.payload])) for r, _ in seen]
+    kept = [r.subset(~r.has_mark("delayed")) for r, _ in seen]
     assert [len(r) for r in kept] == [0, 0, 0, 64, 64, 64, 64]
     for batch, r in enumerate(kept[3:], 3):
         assert r.current_version == batch and r.staleness.unique().tolist() == [3]
         made = seen[batch - 3][0]
-        made = made.subset(torch.tensor([p == "fresh" for p in made.payload]))
+        made = made.subset(made.has_mark("delayed"))
         assert r.prompt_index.tolist() == made.prompt_index.tolist() and r.reward.tolist() == made.reward.tolist()
         assert r.length.tolist() == made.length.tolist()
     assert history(trainer, "delayed/waiting") == [1, 2, 3, 3, 3, 3, 3]
