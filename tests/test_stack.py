@@ -581,7 +581,7 @@ def test_a_method_that_first_fills_its_state_later_gets_it_back():
         ([], "[april, gdpo]; this run has methods: []. Dropped: {} waiting groups of `april`."),
         (["april"], "[april, gdpo]; this run has methods: [april]."),
         (["gdpo", "april"], "[april, gdpo]; this run has methods: [gdpo, april]."),
-        (["april", "gdpo", "vade"], "[april, gdpo]; this run has methods: [april, gdpo, vade]. Beginning anew: vade."),
+        (["april", "gdpo", "vade"], "[april, gdpo]; this run has methods: [april, gdpo, vade]. Starting fresh: vade."),
         (["april", "gdpo"], None),
     ],
 )
@@ -608,7 +608,7 @@ def test_the_state_of_a_removed_method_is_dropped_and_a_new_one_begins_anew(tmp_
         resumed(stack, tmp_path)
     assert plain(stack.methods[0].state) == before and stack.batch == 3
     (line,) = [r.message for r in caplog.records]
-    assert line.endswith("[other]. Dropped: state of `counter`. Beginning anew: other.")
+    assert line.endswith("[other]. Dropped: state of `counter`. Starting fresh: other.")
 
 
 def resumed(stack, folder, fingerprint="data", step=8, batch=4):

@@ -82,7 +82,7 @@ def resume(
         if with_methods or (with_methods is None and needed and not accept):
             raise StateError(_missing(checkpoint, needed, with_methods, option))
         if anew := _begin_anew(stack):
-            logger.warning("The checkpoint %s was made without methods. Beginning anew: %s.", checkpoint, anew)
+            logger.warning("The checkpoint %s was made without methods. Starting fresh: %s.", checkpoint, anew)
         stack.batch, stack.extra_prompts, stack.draw = batch, 0, 0
         return None
     found = saved.get(STEP)
@@ -120,7 +120,7 @@ def tell_methods(checkpoint: str | os.PathLike[str], saved: Mapping[str, Any], s
         ", ".join(old),
         ", ".join(stack.names),
         f" Dropped: {', '.join(dropped)}." if dropped else "",
-        f" Beginning anew: {anew}." if anew else "",
+        f" Starting fresh: {anew}." if anew else "",
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
@@ -121,6 +121,8 @@ def check_saved(trainer: Any, checkpoint: str) -> None:
     def read() -> dict[str, Any] | None:
         saved = load_state(checkpoint)
         if saved is not None and not t.methods:
+            if not is_marked(TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))):
+                return None  # a run without methods has written it since
             tell_methods(checkpoint, saved, t.methods)
         return saved and {name: saved.get(name) for name in (FILES, "seed", OF_TRAINER, ALONE) if name in saved}
 
@@ -143,7 +145,7 @@ def check_saved(trainer: Any, checkpoint: str) -> None:
         if saved.get(ALONE):
             logger.warning(
                 "The checkpoint %s was saved with save_only_model: the optimizer, its schedule and the random numbers "
-                "of the host begin anew.",
+                "of the host start fresh.",
                 checkpoint,
             )
 

@@ -191,7 +191,7 @@ def test_methods_of_a_run_without_are_added(tmp_path, caplog):
     run(tmp_path, [], 2)
     with caplog.at_level("WARNING", "rl_plugins"):
         assert run(tmp_path, ["vade"], 4, resume=True).state.global_step == 4
-    assert [r.message for r in caplog.records if "made without methods. Beginning anew: vade." in r.message]
+    assert [r.message for r in caplog.records if "made without methods. Starting fresh: vade." in r.message]
 
 
 def test_a_path_object_is_taken(folder):

@@ -166,7 +166,7 @@ def test_state_of_other_methods_is_dropped_in_one_line(run_folder, caplog):
     with caplog.at_level("WARNING", "rl_plugins"):
         t.train(resume_from_checkpoint=True)
     (line,) = [r.message for r in caplog.records if r.name == "rl_plugins"]
-    assert line.endswith("[counter]; this run has methods: [noop]. Dropped: state of `counter`. Beginning anew: noop.")
+    assert line.endswith("[counter]; this run has methods: [noop]. Dropped: state of `counter`. Starting fresh: noop.")
     assert t.state.global_step == 4
 
 

@@ -148,7 +148,7 @@ def test_a_plain_checkpoint_is_no_lost_one(tmp_path, caplog):
         caplog.clear()
         again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
         assert again.methods.batch == 5 and again.state.global_step == 5
-        anew = [r.message for r in caplog.records if "made without methods. Beginning anew: " in r.message]
+        anew = [r.message for r in caplog.records if "made without methods. Starting fresh: " in r.message]
         assert len(anew) == (methods[0] in ("v0_5", "vade"))
 
 
