@@ -707,7 +707,7 @@ def test_a_dry_run_of_plain_trl(run):
             "`rl_plugins.lab.demo.rewards.nothing` cannot be loaded",
         ),
         ({"dataset_name": None}, "the run has no dataset"),
-        ({"dataset_train_split": "nowhere"}, "cannot be loaded: KeyError: 'nowhere'"),
+        ({"dataset_train_split": "nowhere"}, "has no split nowhere"),
         ({"per_device_train_batch_size": 256}, "64 prompts and a generation batch takes 128"),
         ({"num_generations": 5}, "TRL refuses the config: generation_batch_size .16. must be divisible"),
         ({"methods": ["minpro"], "method_params": None}, "there is nothing to correct"),
@@ -945,9 +945,9 @@ def test_the_number_of_processes_of_a_dry_run(run, tmp_path, monkeypatch):
 
 @pytest.mark.host
 def test_a_dry_run_reports_as_many_processes_as_start(run, tmp_path):
-    """On a machine without GPUs `--num_processes 2` starts one."""
+    """On a machine without GPUs `--num_processes 2` starts one, which the dry run says."""
     config = run(output_dir=str(tmp_path / "out"))
-    found = values(rl_plugins("trl", "grpo", "--config", config, "--num_processes", "2", "--dry-run"))
+    found = values(rl_plugins("trl", "grpo", "--config", config, "--num_processes", "2", "--dry-run", status=1))
     done = process("-m", "rl_plugins.commands.cli", "trl", "grpo", "--config", config, "--num_processes", "2")
     assert done.returncode == 0, done.stderr
     assert "on each of 1 process per" in found["micro-batches"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 LONGEST = 200  # characters of a value that a message repeats
@@ -29,6 +30,15 @@ class RunStopped(MethodError):
 
 class StateError(RLPluginsError, RuntimeError):
     """Saved method state is missing, corrupt or belongs to another run. Nothing was trained or overwritten."""
+
+
+@contextlib.contextmanager
+def told(problems: list[str]) -> Iterator[None]:
+    """Keeps the text of a ConfigError, so that all problems are told at once."""
+    try:
+        yield
+    except ConfigError as e:
+        problems.append(str(e))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

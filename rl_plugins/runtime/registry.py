@@ -20,7 +20,7 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from rl_plugins.core.errors import ConfigError, did_you_mean, shortened, shown
+from rl_plugins.core.errors import ConfigError, did_you_mean, shortened, shown, told
 from rl_plugins.core.method import BRINGS, HOOKS, Aggregation, Bundle, Fidelity, Idle, Method, OldPolicy
 from rl_plugins.core.params import MethodParams, build_params, declaration_problems
 from rl_plugins.runtime.config_text import read_json_or_yaml
@@ -130,8 +130,14 @@ def select(methods: Any, method_params: Any = None) -> NamedMethods:
     bundle_of: dict[str, str] = {}
     values: dict[str, dict[str, Any]] = {}
     used_vetoes: set[str] = {v for v in vetoed if v.startswith("dist:")}
+    loaded: dict[str, type[Method] | Bundle] = {}
+    problems: list[str] = []
     for name in named:
-        found = load(name, vetoed)
+        with told(problems):
+            loaded[name] = load(name, vetoed)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    for name, found in loaded.items():
         parts = found.parts if isinstance(found, Bundle) else {name: {}}
         if vetoed.issuperset(parts):
             raise ConfigError(
@@ -254,18 +260,27 @@ def build(cls: type[Method], values: Mapping[str, Any] | None, name: str) -> Met
             raises something else.
     """
     try:
-        made = cls(build_params(cls.Params, values, name))
-    except ConfigError:
+        params = build_params(cls.Params, values, name)
+        made = cls(params)
+        why = _uninitialized(made, params) or _unfit(made)
+    except (ConfigError, KeyboardInterrupt):
         raise
-    except Exception as e:
+    except BaseException as e:  # an exit, too: it would end the run without a word
         raise _Unbuilt(
             f"`{cls.__name__}` cannot be built: {type(e).__name__}: {shortened(e)} (in {_raised_in(e)}). "
             f"`Params.check` must raise ConfigError, and `__init__` nothing."
         ) from e
-    why = _unfit(made)
     if why:
         raise _Unbuilt(why)
     return made
+
+
+def _uninitialized(made: Any, params: MethodParams) -> str:
+    if vars(made).get("params") is params and "_state" in vars(made):
+        return ""
+    return (
+        f"`{type(made).__name__}.__init__` must call `super().__init__(params)` with the parameters that it is given."
+    )
 
 
 def _raised_in(e: BaseException) -> str:

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_plugins.core.errors import ConfigError, MethodError, RunStopped, StateError, shortened, shown
+from rl_plugins.core.errors import ConfigError, MethodError, RunStopped, StateError, shortened, shown, told
 from rl_plugins.core.method import HOOKS, TOKEN_SIGNALS, Context, Method, RowNote, TurnNote
 from rl_plugins.core.params import params_to_dict
 from rl_plugins.core.rollouts import Rollouts, RowRatio, Run
@@ -42,7 +42,13 @@ def build_stack(
         ConfigError: see `registry.select`, `registry.build` and `MethodStack`.
     """
     selection = registry.select(methods, method_params)
-    built = [registry.build(cls, selection.params[name], name) for name, cls in selection.classes.items()]
+    built: list[Method] = []
+    problems: list[str] = []
+    for name, cls in selection.classes.items():
+        with told(problems):
+            built.append(registry.build(cls, selection.params[name], name))
+    if problems:
+        raise ConfigError("\n".join(problems))
     return MethodStack([*built, *watchers], seed, selection.bundle_of, max_unrewarded_batches)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -345,6 +345,7 @@ def without_effect(stack: MethodStack, args: GRPOConfig, loss: Loss | None = Non
         elif not stack.claimed("rollout", "admit"):
             idle = [f"rollout_cache_gb={args.rollout_cache_gb} (no method makes rollouts by a program)"]
     defaults = _defaults()
+    idle += _idle_vllm(stack, args, defaults)
     idle += [
         f"{option}={getattr(args, option)} ({stack.claims[hook][0].name})"
         for hook, names in _WITHOUT_EFFECT.items()
@@ -357,6 +358,21 @@ def without_effect(stack: MethodStack, args: GRPOConfig, loss: Loss | None = Non
     elif stack.claims["policy_loss"]:
         idle += _idle_loss_type(stack, args, defaults["loss_type"])
     return idle
+
+
+def _idle_vllm(stack: MethodStack, args: GRPOConfig, defaults: Mapping[str, Any]) -> list[str]:
+    """Options of vLLM without it, and of its correction where that is off."""
+    switch, prefix, why = "vllm_importance_sampling_correction", "vllm_", "use_vllm is off"
+    if args.use_vllm:
+        if getattr(args, switch):
+            return []
+        off = [m.name for m in stack.methods if m.host_options.get("trl", {}).get(switch) is False]
+        prefix, why = "vllm_importance_sampling_", f"{off[0] if off else 'the config'} turns {switch} off"
+    return [
+        f"{option}={value} ({why})"
+        for option, value in vars(args).items()
+        if option.startswith(prefix) and (option != switch or not args.use_vllm) and value != defaults.get(option)
+    ]
 
 
 def _idle_loss_type(stack: MethodStack, args: GRPOConfig, default: str) -> list[str]:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,14 +11,14 @@ import torch
 import trl
 from datasets import load_dataset
 
-from rl_plugins.core.errors import ConfigError, RLPluginsError
+from rl_plugins.core.errors import ConfigError, RLPluginsError, told
 from rl_plugins.core.rollouts import Plan, Queue
 from rl_plugins.runtime import preflight
 from rl_plugins.runtime.chat import has_template
 from rl_plugins.runtime.report import plan_lines, stage_lines
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.trl import capabilities
-from rl_plugins.trl.commands import heads, script
+from rl_plugins.trl.commands import heads, host_config, script
 from rl_plugins.trl.compat import Seams
 from rl_plugins.trl.config import GRPOConfig
 from rl_plugins.trl.generation.precision import rollouts_text
@@ -50,33 +46,35 @@ def print_run(argv: Sequence[str], world_size: int | None, masked: bool = False)
         What would fail.
     """
     command = script.MASKED_GRPO if masked else script.GRPO
-    arguments = script.sort_arguments(argv, command)
-    try:
-        stack = build_stack(arguments.methods, arguments.method_params)
-    except ConfigError as e:
-        return [str(e)]
     found = Findings()
-    try:
+    arguments = script.sort_arguments(argv, command, found.problems)
+    stack, launch = build_stack([]), script.Launch(1, deepspeed=False)  # where one is refused, the rest is still told
+    words = [*arguments.script, "--methods", "", "--method_params", "{}"]
+    with told(found.problems):
+        stack, words = build_stack(arguments.methods, arguments.method_params), arguments.script
+    with told(found.problems):
         launch = script.planned_launch(arguments)
-    except ConfigError as e:
-        return [str(e)]
+    if launch.asked and world_size is None:
+        found.problems.append(
+            f"num_processes={launch.asked} has no effect: without GPUs `accelerate launch` starts one process, unless "
+            f"it is told how to start several. Remove it, or give --world-size of another machine to the doctor."
+        )
     processes = world_size or launch.processes
     try:
-        known = _known_of(arguments.script, processes, world_size is not None, launch.deepspeed, found, masked)
+        known = _known_of(words, processes, world_size is not None, launch.deepspeed, found, masked)
     except (ValueError, TypeError, ImportError) as e:
-        return [f"TRL refuses the config: {e}"]
+        return [*found.problems, f"TRL refuses the config: {e}"]
     options: dict[str, Any] = {}
-    try:
+    lines: list[str] = []
+    with told(lines):
         options = _check(stack, known)
-    except ConfigError as e:
-        found.problems.extend(str(e).splitlines())
+    found.problems.extend("\n".join(lines).splitlines())
     if stack:
         print(f"\n{preflight.render_table(stack, options)}")
-        idle = capabilities.without_effect(stack, known.args)
-        if idle:
-            print(f"  host options without effect: {', '.join(idle)}")
-    else:
+    elif not arguments.methods:
         print("\nNo methods are named: the run is TRL's own.")
+    if idle := capabilities.without_effect(stack, known.args):
+        print(f"  host options without effect: {', '.join(idle)}")
     print("\nOne generation batch")
     for what, text in _batch(stack, known, processes, found):
         print(f"  {what:<18}{text}")
@@ -123,16 +121,9 @@ def _known_of(
         heads.check_adapter(model_args, args)
     except ConfigError as e:
         found.problems.append(str(e))
-    missing = _missing_packages(args, model_args, deepspeed)
-    if elsewhere:
-        found.notes.extend(missing)
-    else:
-        found.problems.extend(missing)
-    rewards = [script_args.reward_model_name_or_path] if script_args.reward_model_name_or_path else []
-    rewards += script_args.reward_funcs or []
-    if not rewards:
-        found.problems.append("the run has no reward: name functions in `reward_funcs` or a model.")
-    found.problems.extend(_missing_rewards(script_args.reward_funcs or ()))
+    config = host_config.HostConfig(args, script_args, model_args, dataset_args, processes, deepspeed)
+    found.problems.extend(host_config.problems(config))
+    (found.notes if elsewhere else found.problems).extend(host_config.missing(config))
     dataset, streaming = dataset_of(args, script_args, dataset_args, found)
     # A dataset that is not here is taken to be large enough for any plan; a stream has no rows to choose from.
     size = None if streaming else args.generation_batch_size if dataset is None else len(dataset)
@@ -159,42 +150,6 @@ def planned_config(processes: int, config: type[GRPOConfig] = GRPOConfig) -> typ
 OTHER_NAMES = {"get_soft_overlong_punishment": "soft_overlong_punishment_reward"}  # TRL's script calls it
 
 
-def _missing_packages(args: GRPOConfig, model_args: Any, deepspeed: bool) -> list[str]:
-    """Packages that options ask for and that are not installed here."""
-    wanted = (
-        (args.use_vllm, "use_vllm=True", "vllm", "trl[vllm]"),
-        (deepspeed, "the config of accelerate", "deepspeed", "deepspeed"),
-        (args.deepspeed, "the option deepspeed", "deepspeed", "deepspeed"),
-        (args.use_liger_kernel, "use_liger_kernel=True", "liger_kernel", "liger-kernel"),
-        (model_args.use_peft, "use_peft=True", "peft", "peft"),
-        (model_args.load_in_4bit or model_args.load_in_8bit, "a quantized model", "bitsandbytes", "bitsandbytes"),
-    )
-    return [
-        f"{option} needs the package {module}, which is not installed here. Install it (pip install '{package}'), or "
-        f"remove the option."
-        for asked, option, module, package in wanted
-        if asked and importlib.util.find_spec(module) is None
-    ]
-
-
-def _missing_rewards(names: Sequence[str]) -> list[str]:
-    """Reward functions named by their import path that do not exist."""
-    problems = []
-    sys.path.insert(0, os.getcwd())  # where TRL looks
-    try:
-        for name in names:
-            module, _, function = name.rpartition(".")
-            if not module:
-                continue  # TRL's own; it knows which
-            try:
-                getattr(importlib.import_module(module), function)
-            except (ImportError, AttributeError) as e:
-                problems.append(f"the reward function `{name}` cannot be loaded: {type(e).__name__}: {e}.")
-    finally:
-        sys.path.pop(0)
-    return problems
-
-
 def dataset_of(args: GRPOConfig, script_args: Any, dataset_args: Any, found: Findings) -> tuple[Any, bool]:
     """The training dataset, None if it is a stream or not on this machine; and whether it is a stream."""
     paths = [d.path for d in dataset_args.datasets] or [script_args.dataset_name]
@@ -213,10 +168,18 @@ def dataset_of(args: GRPOConfig, script_args: Any, dataset_args: Any, found: Fin
         else:
             name, config = script_args.dataset_name, script_args.dataset_config
             loaded = load_dataset(name, name=config, streaming=streaming)
-        dataset = loaded[script_args.dataset_train_split]
     except Exception as e:
         found.problems.append(f"the dataset {', '.join(paths)} cannot be loaded: {type(e).__name__}: {e}")
         return None, streaming
+    train, test = script_args.dataset_train_split, script_args.dataset_test_split
+    if absent := [s for s in (train, *([] if args.eval_strategy == "no" else [test])) if s not in loaded]:
+        found.problems.append(
+            f"the dataset {', '.join(paths)} has no split {', '.join(absent)} (it has: {', '.join(loaded)}). Set "
+            f"dataset_train_split, and dataset_test_split or eval_strategy=no."
+        )
+    if train not in loaded:
+        return None, streaming
+    dataset = loaded[train]
     if dataset.column_names and "prompt" not in dataset.column_names:
         columns = ", ".join(dataset.column_names)
         found.problems.append(f"the dataset has no column `prompt`, which GRPO needs (it has: {columns}).")

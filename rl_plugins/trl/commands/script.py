@@ -120,14 +120,17 @@ class Parser(trl.TrlParser):
         _refuse(message, self.script)
 
 
-def sort_arguments(argv: Sequence[str], script: Script = GRPO) -> Arguments:
+def sort_arguments(argv: Sequence[str], script: Script = GRPO, problems: list[str] | None = None) -> Arguments:
     """Tells the arguments of the script from those of `accelerate launch`, without building a config (which would
     check batch sizes against the one process that runs here).
 
     Sets the environment variables under `env` of the config file, as TRL does.
 
+    Args:
+        problems: gets a text for each argument or key of the config file that neither knows; these are left out.
+
     Raises:
-        ConfigError: an argument or a key of the config file that neither knows, or a value that cannot be read.
+        ConfigError: such arguments or keys where no `problems` are given, or a value that cannot be read.
     """
     argv = [part for a in argv for part in (a.split("=", 1) if a.startswith("--config=") else [a])]
     parser = Parser(script)
@@ -138,15 +141,26 @@ def sort_arguments(argv: Sequence[str], script: Script = GRPO) -> Arguments:
     launch = _launch_options()
     names = ("--config", *parser._option_string_actions, *launch)
     known = {name.lstrip("-").replace("-", "_") for name in names}
-    for argument in [*rest, *of_file]:
-        name = argument.split("=", 1)[0]
-        if argument.startswith("-") and name not in launch:
-            _unknown(name, known, argument in of_file, script)
-    if rest and not rest[0].startswith("-"):
-        raise ConfigError(f"The argument {shown(rest[0])} belongs to no option. Write `--option value`.")
+    unknown: list[str] = []
+    of_launch: list[str] = []
+    keep = True  # a value belongs to the option before it
+    for argument in rest:
+        if argument.startswith("-"):
+            name = argument.split("=", 1)[0]
+            keep = name in launch
+            unknown += [] if keep else [_unknown(name, known, False, script)]
+        elif not of_launch and keep:
+            unknown.append(f"The argument {shown(argument)} belongs to no option. Write `--option value`.")
+            continue
+        of_launch += [argument] if keep else []
+    unknown += [_unknown(name, known, True, script) for name in of_file[::2] if name not in launch]
+    if problems is not None:
+        problems += unknown
+    elif unknown:
+        raise ConfigError("\n".join(unknown))
     return Arguments(
         script=_without(argv, rest),
-        launch=rest,
+        launch=of_launch,
         launch_of_file=_launch_arguments(of_file, launch),
         methods=getattr(namespace, "methods", None),
         method_params=getattr(namespace, "method_params", None),
@@ -232,10 +246,15 @@ def run_script(script: Script, argv: Sequence[str], ours: Callable[[Any, Any], d
 
 @dataclass(frozen=True)
 class Launch:
-    """What `accelerate launch` would start: how many processes, and whether they are DeepSpeed's."""
+    """What `accelerate launch` would start: how many processes, and whether they are DeepSpeed's.
+
+    Args:
+        asked: processes that were asked for and that it would not start.
+    """
 
     processes: int
     deepspeed: bool
+    asked: int | None = None
 
 
 def planned_launch(arguments: Arguments) -> Launch:
@@ -259,8 +278,10 @@ def planned_launch(arguments: Arguments) -> Launch:
         except (ValueError, OSError) as e:
             raise ConfigError(f"`accelerate launch` refuses its options: {shown(str(e))}") from None
     ((name, options),) = called
-    # the simple launcher starts one process, whatever `num_processes` says
-    return Launch(1 if name == "simple_launcher" else int(options.num_processes), name == "deepspeed_launcher")
+    asked = int(options.num_processes)
+    if name == "simple_launcher":  # one process, whatever `num_processes` says
+        return Launch(1, deepspeed=False, asked=asked if asked > 1 else None)
+    return Launch(asked, name == "deepspeed_launcher")
 
 
 def _config_file(argv: Sequence[str]) -> dict[str, Any]:
@@ -293,9 +314,9 @@ def _launch_arguments(of_file: Sequence[str], options: dict[str, bool]) -> list[
     """`key: value` of the config file as arguments; `key: true` of a switch is the switch alone."""
     out = []
     for name, value in zip(of_file[::2], of_file[1::2], strict=True):
-        if options[name]:
+        if options.get(name):
             out += [name, value]
-        elif value == "True":
+        elif name in options and value == "True":
             out.append(name)
     return out
 
@@ -330,7 +351,7 @@ def _without(argv: Sequence[str], rest: Sequence[str]) -> list[str]:
     return out
 
 
-def _unknown(name: str, known: set[str], in_file: bool, script: Script) -> None:
+def _unknown(name: str, known: set[str], in_file: bool, script: Script) -> str:
     name = shortened(name, 80)
     bare = name.lstrip("-")
     what = f"The config file has the key `{bare}`" if in_file else f"The command line has the option `{name}`"
@@ -343,7 +364,7 @@ def _unknown(name: str, known: set[str], in_file: bool, script: Script) -> None:
         hint += "docs/disaggregated.md."
     elif not in_file and not name.startswith("--"):
         hint = f" To take something out of `methods`, write it in one word with a name: --methods 'name,{name}'."
-    raise ConfigError(
+    return (
         f"{what}, which neither `trl {script.name}` nor `accelerate launch` knows.{hint} "
         f"`rl-plugins trl {script.called} --help` lists the options of a run, `accelerate launch --help` those of the "
         f"launcher."
