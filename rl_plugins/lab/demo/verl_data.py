@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="methods to train with")
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps (default: %(default)s)")
     arguments = parser.parse_args()
-    claim(arguments.folder, "demo")
+    claim(arguments.folder / "data", "demo")
     data = write(arguments.folder / "data")
     lines = overrides(data, load_policy(), arguments.folder, methods=arguments.methods, steps=arguments.steps)
     print("\n".join(lines))
