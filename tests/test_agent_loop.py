@@ -16,6 +16,7 @@ from rl_plugins.core.requests import Call, Trajectory, together
 from rl_plugins.kit import threads
 from rl_plugins.kit.agents import Observation, Opened, play
 from rl_plugins.kit.threads import await_left, leave_call, run_call
+from rl_plugins.runtime import programs
 from rl_plugins.runtime.registry import build, load
 from rl_plugins.testing import check_method
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
@@ -123,6 +124,19 @@ def test_a_phase_that_hangs_costs_its_time_once_for_all_rollouts(name: str, phas
     rows = played(name, world(phase, stuck), n=4, timeout=SOON)
     assert len(rows) == 4 and stuck.waiting == stuck.calls == 4
     assert all(math.isnan(row.meta["score"]) == (phase != "close") for row in rows)
+
+
+def test_chains_of_aepo_begin_at_once_where_no_environment_could_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one after the other: each may take its whole time."""
+    waves: list[int] = []
+
+    def counted(calls: list[Call]) -> Any:
+        waves.append(sum("constructor" in call.name for call in calls))
+        return threads.run_calls(calls)
+
+    monkeypatch.setattr(programs, "run_calls", counted)
+    assert len(played("aepo_rollout", world("constructor", raises), n=9)) == 9
+    assert [n for n in waves if n] == [5, 4]
 
 
 @pytest.mark.parametrize("name", METHODS)

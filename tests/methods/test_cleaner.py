@@ -434,6 +434,9 @@ def test_a_broken_environment_ends_the_episode_unless_there_is_a_copy(stuck: Stu
     (t,) = run(cleaner(copy_environment=True, gamma=0.0), engine := script(turns))
     assert show(engine, t) == "a[ok]|<fine>=|" and t.meta["stop_reason"] == "done" and not t.meta["error"]
     check_books(engine, t)
+    twice = {"<q>": "a[raise]", "OSError: crashed>": "b[raise]"}  # given up, and the copy goes on
+    (t,) = run(cleaner(copy_environment=True, gamma=0.0, max_tool_retries=1, max_turns=2), engine := script(twice))
+    assert (t.meta["given_up"], t.meta["turns"], t.meta["error"]) == (2, 2, "OSError: crashed")
 
     class Slow(Tool):
         def act(self, action: str) -> Observation:
