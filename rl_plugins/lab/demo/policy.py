@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
+import psutil
 import tokenizers
 import torch
 import transformers
@@ -58,6 +59,7 @@ MAX_COMPLETION_LENGTH = 14
 """Tokens: one style mark, ten digits and the end of the sequence fit, with two to spare for what goes wrong."""
 
 MANIFEST = "manifest.json"
+BUILDING = "demo-policy-building"  # of folders of the cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +252,11 @@ def cached(policy: Path, build: Callable[[Path], None]) -> Path:
         warnings.warn(f"The cached demo policy in {policy} is damaged ({damage}); it is built again.", stacklevel=3)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix="demo-policy-building-", dir=cache))
+        for left in cache.glob(f"{BUILDING}-*"):  # by processes that were killed
+            maker = left.name.split("-")[-2]
+            if not maker.isdigit() or not psutil.pid_exists(int(maker)):
+                shutil.rmtree(left, ignore_errors=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f"{BUILDING}-{os.getpid()}-", dir=cache))
     except OSError as error:
         raise OSError(
             f"The demo policy cannot be cached in {cache} ({error}). Set the environment variable RL_PLUGINS_CACHE, "
