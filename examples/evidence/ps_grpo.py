@@ -30,7 +30,7 @@ from torch import Tensor
 from rl_plugins.core.params import build_params
 from rl_plugins.lab.compare.figures import name_lines, panels
 from rl_plugins.methods.ps_grpo import PsGrpo
-from rl_plugins.methods.ps_grpo.method import weights
+from rl_plugins.methods.ps_grpo.sets import weights
 from rl_plugins.methods.ps_grpo.texts import Texts, Vocabulary
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack

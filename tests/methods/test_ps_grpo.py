@@ -19,7 +19,7 @@ from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import PlanRow, Rollouts
 from rl_plugins.methods.ps_grpo import PsGrpo
-from rl_plugins.methods.ps_grpo.method import weights
+from rl_plugins.methods.ps_grpo.sets import weights
 from rl_plugins.methods.ps_grpo.texts import KINDS, Texts, Vocabulary
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,3 +126,16 @@ class Mailbox:
         self._failed += 1
         self._rest_until = batch + min(2**self._failed, LONGEST_REST)
         return answer.error
+
+
+def within(entries: Iterable[dict[str, Any]], per_sender: int, most: int) -> list[dict[str, Any]]:
+    """What each sender sent last, and of that what arrived last, in their order."""
+    left: Counter[str] = Counter()
+    listed = list(entries)
+    newest = list[int]()
+    for i in sorted(range(len(listed)), key=lambda i: listed[i]["sent"])[::-1]:
+        left[listed[i]["sender"]] += 1
+        if left[listed[i]["sender"]] <= per_sender:
+            newest.append(i)
+    stays = set(sorted(newest, key=lambda i: (listed[i]["arrived"], i))[-most:])
+    return [entry for i, entry in enumerate(listed) if i in stays]

@@ -14,12 +14,10 @@ from rl_plugins import ConfigError, Idle, Method, MethodParams, from_params, sig
 from rl_plugins.core.requests import Chat
 from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Rollouts, Run, Shape, Tokens
 from rl_plugins.kit.services import media_of
-from rl_plugins.kit.texts import normalized
 from rl_plugins.methods.swarm_sapo.choice import chosen
 from rl_plugins.methods.swarm_sapo.exchange import Exchange, open_exchange
-from rl_plugins.methods.swarm_sapo.mailbox import Mailbox
+from rl_plugins.methods.swarm_sapo.mailbox import Mailbox, within
 from rl_plugins.methods.swarm_sapo.packages import (
-    SAMPLES,
     Package,
     PackageLimits,
     Refused,
@@ -28,7 +26,9 @@ from rl_plugins.methods.swarm_sapo.packages import (
     plain,
     read_package,
     read_packages,
+    schema_of,
     sender_of,
+    tokenized,
     written_files,
 )
 from rl_plugins.methods.swarm_sapo.params import SwarmParams
@@ -129,7 +129,7 @@ class SwarmSapo(Method):
             )
         if p.transport is None:
             open_exchange(p.exchange, p.key_env)
-        _schema(run, p.prompt_column)
+        schema_of(run, p.prompt_column)
 
     def start(self, run: Run) -> None:
         p = self.params
@@ -138,7 +138,7 @@ class SwarmSapo(Method):
         if run.buffered or p.external_groups == 0:
             self._spare = 0
         self._dataset, self._chat = run.dataset, run.chat
-        self._schema = _schema(run, p.prompt_column)
+        self._schema = schema_of(run, p.prompt_column)
         exchange: Exchange = p.transport(p.exchange) if p.transport else open_exchange(p.exchange, p.key_env)
         self._mail = Mailbox(exchange, p.node, p.timeout, p.max_file_bytes, p.sender_quota)
         self.state = {"inbox": [], "seen": [], "own": []}
@@ -199,7 +199,7 @@ class SwarmSapo(Method):
         refused = +refused
         if refused:
             self.warn(f"packages of others are refused: {', '.join(sorted(refused))}.")
-        state["inbox"] = _within(inbox.values(), p.sender_quota, p.inbox_groups)
+        state["inbox"] = within(inbox.values(), p.sender_quota, p.inbox_groups)
         if found.listed is not None:
             listed = set(found.listed)
             state["seen"] = sorted({*state["seen"], *found.files, *found.refused, *found.passed} & listed)
@@ -244,28 +244,10 @@ class SwarmSapo(Method):
         Raises:
             Refused: it does not fit, or its tokens would give another text.
         """
-        p, chat = self.params, self._chat
-        assert chat is not None and self._schema is not None
+        p = self.params
+        assert self._chat is not None and self._schema is not None
         package = read_package(line, self._schema, PackageLimits(p.max_characters, self._group_size))
-        try:
-            messages = package.prompt if isinstance(package.prompt, list) else None
-            prompt = chat.encode(package.prompt) if messages is None else chat.prompt(messages)
-            texts = [m["content"] for m in messages or () if isinstance(m.get("content"), str)]
-            tokens = [chat.encode(text) for text in package.completions]
-            same = all(_same(text, chat.decode(chat.encode(text))) for text in texts) and all(
-                _same(text, chat.decode(t)) for text, t in zip(package.completions, tokens, strict=True)
-            )
-        except Exception as e:  # whatever a tokenizer or a template says of the text
-            raise Refused(f"the tokenizer or the chat template fails ({type(e).__name__})") from e
-        if not same:
-            raise Refused("the tokens give another text")
-        ends = [chat.eos[:1] if done else () for done in package.finished]
-        tokens = [(*t, *end) for t, end in zip(tokens, ends, strict=True)]
-        if len(prompt) > p.max_prompt_tokens:
-            raise Refused("the prompt has too many tokens")
-        if not all(0 < len(t) <= self._longest for t in tokens):
-            raise Refused("a completion has no token, or too many")
-        return package, tuple(Completion(t) for t in tokens)
+        return package, tokenized(package, self._chat, p.max_prompt_tokens, self._longest)
 
     # ---- after it
 
@@ -368,46 +350,6 @@ class SwarmSapo(Method):
             self.warn(f"the exchange cannot be {what}, so training goes on with own data: {error}")
 
 
-def _schema(run: Run, prompt: str) -> Schema:
-    """What the own dataset looks like.
-
-    Raises:
-        ConfigError: a column that no exchange can carry.
-    """
-    rows = [dict(run.dataset[i]) for i in range(min(run.dataset_size or 0, SAMPLES))] if run.dataset is not None else []
-    first = rows[0] if rows else {}
-    made = ("raw_prompt", "dummy_tensor", "index", "tools_kwargs", "interaction_kwargs")  # what verl adds to a row
-    left_out = {prompt, *(made if "raw_prompt" in first else ())}
-    columns = [c for c in first if c not in left_out and (c in run.columns or not run.columns)]
-    for name in columns:
-        try:
-            Package("", {name: [plain(row[name]) for row in rows]}, (), ()).line()
-        except ValueError as e:
-            raise ConfigError(
-                f"The dataset column `{name}` cannot be exchanged as JSON ({e}). Remove it from the dataset, or make "
-                f"it text or numbers."
-            ) from None
-    return Schema(rows, prompt, columns)
-
-
-def _within(entries: Any, per_sender: int, most: int) -> list[dict[str, Any]]:
-    """What each sender sent last, and of that what arrived last, in their order."""
-    left: Counter[str] = Counter()
-    listed = list(entries)
-    newest = list[int]()
-    for i in sorted(range(len(listed)), key=lambda i: listed[i]["sent"])[::-1]:
-        left[listed[i]["sender"]] += 1
-        if left[listed[i]["sender"]] <= per_sender:
-            newest.append(i)
-    stays = set(sorted(newest, key=lambda i: (listed[i]["arrived"], i))[-most:])
-    return [entry for i, entry in enumerate(listed) if i in stays]
-
-
 def _marks(rollouts: Rollouts) -> Iterator[tuple[int, Sequence[int]]]:
     """Rows of candidates, each with the number of its plan, its place there, and how many of it may stay."""
     return ((row, mark) for row, mark in enumerate(rollouts.marks(SwarmSapo.name)) if mark is not None)
-
-
-def _same(a: str, b: str) -> bool:
-    """Whether two texts are equal but for spaces around them and for how characters are composed."""
-    return normalized(a, "NFC").strip() == normalized(b, "NFC").strip()

@@ -20,11 +20,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl_plugins import ConfigError
+from rl_plugins.core.requests import Chat
+from rl_plugins.core.rollouts import Completion, Run
+from rl_plugins.kit.texts import normalized
 from rl_plugins.methods.swarm_sapo.exchange import is_plain
 
 NODE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 _FILE = re.compile(rf"({NODE.pattern})\.(\d{{8}})\.([0-9a-f]{{16}})\.jsonl")
-SAMPLES = 64  # rows of the own dataset that say what columns hold
+_SAMPLES = 64  # rows of the own dataset that say what columns hold
 _INSIDE = 16  # entries of a list that say what it holds
 
 
@@ -106,6 +110,30 @@ class Schema:
             raise Refused("other columns")
         if not all(fits(value, self._values[name]) for name, value in package.columns.items()):
             raise Refused("another kind of value in a column")
+
+
+def schema_of(run: Run, prompt: str) -> Schema:
+    """What the own dataset looks like.
+
+    Raises:
+        ConfigError: a column that no exchange can carry.
+    """
+    rows = (
+        [dict(run.dataset[i]) for i in range(min(run.dataset_size or 0, _SAMPLES))] if run.dataset is not None else []
+    )
+    first = rows[0] if rows else {}
+    made = ("raw_prompt", "dummy_tensor", "index", "tools_kwargs", "interaction_kwargs")  # what verl adds to a row
+    left_out = {prompt, *(made if "raw_prompt" in first else ())}
+    columns = [c for c in first if c not in left_out and (c in run.columns or not run.columns)]
+    for name in columns:
+        try:
+            Package("", {name: [plain(row[name]) for row in rows]}, (), ()).line()
+        except ValueError as e:
+            raise ConfigError(
+                f"The dataset column `{name}` cannot be exchanged as JSON ({e}). Remove it from the dataset, or make "
+                f"it text or numbers."
+            ) from None
+    return Schema(rows, prompt, columns)
 
 
 def fits(value: Any, samples: Sequence[Any]) -> bool:
@@ -270,3 +298,41 @@ def read_package(line: bytes | str, schema: Schema, limits: PackageLimits) -> Pa
     except RecursionError:
         raise Refused("no plain text") from None
     return package
+
+
+# ---- tokens
+
+
+def tokenized(package: Package, chat: Chat, most_of_prompt: int, longest: int) -> tuple[Completion, ...]:
+    """The completions of a package as tokens of this run.
+
+    Args:
+        most_of_prompt, longest: tokens that a prompt and a completion may have.
+
+    Raises:
+        Refused: there are too many, or none; or they would give another text.
+    """
+    try:
+        messages = package.prompt if isinstance(package.prompt, list) else None
+        prompt = chat.encode(package.prompt) if messages is None else chat.prompt(messages)
+        texts = [m["content"] for m in messages or () if isinstance(m.get("content"), str)]
+        tokens = [chat.encode(text) for text in package.completions]
+        same = all(_same(text, chat.decode(chat.encode(text))) for text in texts) and all(
+            _same(text, chat.decode(t)) for text, t in zip(package.completions, tokens, strict=True)
+        )
+    except Exception as e:  # whatever a tokenizer or a template says of the text
+        raise Refused(f"the tokenizer or the chat template fails ({type(e).__name__})") from e
+    if not same:
+        raise Refused("the tokens give another text")
+    ends = [chat.eos[:1] if done else () for done in package.finished]
+    tokens = [(*t, *end) for t, end in zip(tokens, ends, strict=True)]
+    if len(prompt) > most_of_prompt:
+        raise Refused("the prompt has too many tokens")
+    if not all(0 < len(t) <= longest for t in tokens):
+        raise Refused("a completion has no token, or too many")
+    return tuple(Completion(t) for t in tokens)
+
+
+def _same(a: str, b: str) -> bool:
+    """Whether two texts are equal but for spaces around them and for how characters are composed."""
+    return normalized(a, "NFC").strip() == normalized(b, "NFC").strip()
