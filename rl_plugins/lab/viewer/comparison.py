@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -66,7 +67,9 @@ def word_differences(a: str, b: str) -> Iterator[tuple[str, str]]:
         ("=", in both), ("-", in a alone) or ("+", in b alone).
     """
     left, right = (re.findall(r"\s+|\w+|[^\w\s]", text) for text in (a, b))
-    for kind, i, j, k, m in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+    often = Counter(left)
+    equal = sum(often[word] for word in right)  # pairs of equal words, which difflib goes through again and again
+    for kind, i, j, k, m in difflib.SequenceMatcher(None, left, right, autojunk=equal > 10**6).get_opcodes():
         if kind == "equal":
             yield "=", "".join(left[i:j])
             continue
