@@ -1,4 +1,7 @@
-"""Other values in a YAML text; its comments, order and quotes stay."""
+"""Other values in a YAML text; its comments, order and quotes stay.
+
+ruamel.yaml keeps comments, and writes spaces, lists and nulls of all other lines its own way.
+"""
 
 from __future__ import annotations
 
