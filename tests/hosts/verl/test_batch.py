@@ -480,7 +480,8 @@ def test_a_counted_run_without_methods_goes_on_from_its_checkpoint(
         made = object.__new__(MethodsSync)
         made.config, made.methods = config(f"trainer.default_local_dir={tmp_path}"), MethodStack([])
         made.global_steps = 3
-        made._counts_costs, made.costs = True, Costs()
+        made._counts_costs, made.costs, made.settings = True, Costs(), Settings(())
+        made.actor_rollout_wg, made.use_critic = SimpleNamespace(workers=[]), False
         made._meters = SimpleNamespace(take=lambda: costs)
         return made
 
