@@ -418,6 +418,16 @@ def global_chance(self, prompt):
     return (yield from plain(self, prompt))
 
 
+def nothing(self, prompt):
+    yield Generate(prompt.start(), n=prompt.n)
+    return []
+
+
+def draws_at_the_start(self, run):
+    start(self, run)
+    self.state["first"] = np.random.random()
+
+
 def one_more(self, prompt):
     rows = yield from plain(self, prompt)
     return [*rows, rows[0]]
@@ -616,6 +626,9 @@ BROKEN = [
     (dict(policy_loss=overflowing), "`policy_loss` or its gradient is not finite"),
     (dict(policy_loss=detached), "`policy_loss` has no gradient"),
     (dict(policy_loss=neighbours), "`policy_loss` depends on the order of the rows"),
+    (dict(regularize=lambda self, terms: 0.1 * terms.mask), "`regularize` has no gradient"),
+    (dict(rollout=nothing), "returns no rollout for any prompt"),
+    (dict(start=draws_at_the_start), "uses the global random generator of numpy in `start`"),
     (dict(regularize=mean_loss), "`regularize` depends on the split into micro-batches"),
     (dict(observe=object_in_state), "is a set; it must be"),
     (dict(observe=number_keys), "keys must be text"),
@@ -638,12 +651,18 @@ BROKEN = [
     (dict(rollout=without_prefix), "lacks the prefix of the plan; begin with `prompt.start()`. [a forced prefix]"),
     (dict(rollout=last_token), "IndexError"),
     (dict(rollout=own_chance), "the same engine give other rows"),
-    (dict(rollout=global_chance), "`rollout` uses the global random generator of random; use `prompt.rng(purpose)`"),
+    (
+        dict(rollout=global_chance),
+        "failed in `rollout`: it uses the global random generator of random; use `prompt.rng(purpose)`",
+    ),
     (dict(rollout=one_more), "the program returned 5 rollouts for a prompt that asks for 4"),
     (dict(rollout=texts), "the program returned a list with str instead of a trajectory"),
     (dict(rollout=a_text), "it yielded str. Yield Generate, Score or Call"),
     (dict(rollout=flows_by_chance, hosts=("diffusion",)), "the same prompts give other samples; seeds come from"),
-    (dict(rollout=flows_with_torch, hosts=("diffusion",)), "`rollout` uses the global random generator of torch"),
+    (
+        dict(rollout=flows_with_torch, hosts=("diffusion",)),
+        "failed in `rollout`: it uses the global random generator of torch",
+    ),
     (dict(rollout=flows_half_way, hosts=("diffusion",)), "a sample has 1 of 20 steps"),
     (dict(rollout=plain, hosts=("diffusion",)), "SamplePrompt.start() missing"),
     (dict(rollout=flows), "'Prompt' object has no attribute 'seeds'"),

@@ -151,7 +151,10 @@ def test_a_surrogate_must_have_a_gradient_and_be_finite_where_tokens_are_trained
     terms = terms.replace(logprobs=logprobs)
     with pytest.raises(MethodError, match="`policy_loss`: it has no gradient; it must depend on `terms.logprobs`"):
         surrogate(MethodStack([Loses(lambda t: t.advantages)]), terms)
-    regularizer(MethodStack([Loses(lambda t: t.advantages)]), terms)  # a term may be a constant
+    with pytest.raises(MethodError, match="`regularize`: it has no gradient"):
+        regularizer(MethodStack([Loses(lambda t: t.advantages)]), terms)
+    regularizer(MethodStack([Loses(lambda t: 0 * t.advantages)]), terms)  # a method that has nothing to add
+    regularizer(MethodStack([Loses(lambda t: t.advantages)]), terms.replace(logprobs=logprobs.detach(), entropies=None))
     hole = (terms.mask > 0).nonzero()[0]
     for bad in (math.nan, math.inf):
 

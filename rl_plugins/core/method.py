@@ -295,8 +295,8 @@ class Method:
         raise MethodError(self._unclaimed("admit"))
 
     def rollout(self, prompt: Prompt) -> Program:
-        """A program (generator) that makes the rollouts of one prompt: yields requests, returns trajectories. See
-        `rl_plugins.core.requests`."""
+        """A program (generator) that makes the rollouts of one prompt: yields requests, returns trajectories; none for
+        a prompt that it leaves out, which it may not do with all of a batch. See `rl_plugins.core.requests`."""
         raise MethodError(self._unclaimed("rollout"))
 
     def rewards(self, rollouts: Rollouts) -> Any:
@@ -333,7 +333,7 @@ class Method:
         raise MethodError(self._unclaimed("policy_loss"))
 
     def regularize(self, terms: Terms) -> Tensor:
-        """Returns a term per token, (rows, time), added to the loss and aggregated like it."""
+        """Returns a term per token, (rows, time), added to the loss and aggregated like it; with a gradient, or 0."""
         raise MethodError(self._unclaimed("regularize"))
 
     # ---- a dry run

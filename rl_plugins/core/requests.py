@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Finish = Literal["", "eos", "stop", "length", "abort"]
+MOST_EMPTY = 10_000  # lists without a request that a program yields in a row
 UNKNOWN = math.nan
 """The log-prob of a token that was not sampled in its place."""
 
@@ -319,6 +320,11 @@ class Chat(Protocol):
         """Tokens that end a completion."""
         ...
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids of the tokenizer."""
+        ...
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a text, without special tokens added."""
         ...
@@ -549,7 +555,7 @@ def together(  # noqa: C901  # one loop and the closures that advance it
         )
 
     def advance(i: int, answer: Any) -> None:
-        while True:
+        for _ in range(MOST_EMPTY):
             try:
                 asked = programs[i].send(answer)
             except StopIteration as done:
@@ -562,6 +568,7 @@ def together(  # noqa: C901  # one loop and the closures that advance it
             if waiting[i].asked:
                 return
             answer = []  # an empty list of requests is answered at once
+        raise MethodError(f"a program of together asked for nothing {MOST_EMPTY} times in a row, so it has no end.")
 
     try:
         for i in range(len(programs)):

@@ -21,6 +21,7 @@ from rl_plugins.core.method import Method
 from rl_plugins.core.rollouts import Rollouts, Shape, Tokens
 from rl_plugins.runtime import validate
 from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.validate_programs import LARGEST_LOGPROB
 
 logger = logging.getLogger("rl_plugins")
 
@@ -108,9 +109,11 @@ def select_rows(stack: MethodStack, rollouts: Rollouts) -> Selection:
     """`rewards` and `select`: what needs no token, so that a host can leave rows out before it computes log-probs.
 
     Raises:
-        MethodError: from a hook, for an illegal return value, for infinite rewards of rows or turns, or when no row has
-            a reward, and more batches in a row had none than `stack.max_unrewarded_batches`.
+        MethodError: from a hook, for an illegal return value, for infinite rewards of rows or turns, when a rollout
+            program made no row at all, or when no row has a reward, and more batches in a row had none than
+            `stack.max_unrewarded_batches`.
     """
+    check_made(stack, len(rollouts))
     rewarded_by: dict[str, Tensor] = {}
     for m in stack.claims["rewards"]:
         new = stack.call("rewards", m, rollouts)
@@ -145,6 +148,18 @@ def select_rows(stack: MethodStack, rollouts: Rollouts) -> Selection:
             with validate.invalid_returns(m, "select"):
                 keep = keep & validate.mask(m, "select", "", stays, len(rollouts), "row")
     return Selection(rollouts.replace(kept=keep), rewarded_by)
+
+
+def check_made(stack: MethodStack, rows: int) -> None:
+    """Refuses a batch for which a rollout program returned nothing.
+
+    Args:
+        rows: of the batch.
+    """
+    if not rows and stack.claims["rollout"]:
+        m = stack.claims["rollout"][0]
+        why = "no rollout for any prompt of the batch. It may leave out some prompts, not all of them."
+        raise validate.invalid_return(m, "rollout", why)
 
 
 def _count_unrewarded(stack: MethodStack, rollouts: Rollouts) -> None:
@@ -204,7 +219,8 @@ def decide_advantages(
     source, values = _advantages(stack, claims, inside, within, host_advantages, estimator)
     if within is not None:
         within = within.replace(advantages=values)
-    shaping = _Shaping(inside, within, torch.ones(len(inside), dtype=torch.bool))
+    keep_rows = torch.ones(len(inside), dtype=torch.bool)
+    shaping = _Shaping(inside, within, keep_rows, of_tokens=stack.vocabulary is not None)
     for m in claims.get("shape", ()):
         shaped = stack.call("shape", m, inside, _seen_by(m, shaping.tokens))
         if shaped is not None:
@@ -341,6 +357,7 @@ class _Shaping:
         keep_rows: (rows,) bool.
         row_columns, token_columns: for the loss.
         new_old_logprobs: some hook gave old log-probs.
+        of_tokens: the policy has a vocabulary; densities of a diffusion policy may be above 1.
     """
 
     rollouts: Rollouts
@@ -349,6 +366,7 @@ class _Shaping:
     row_columns: dict[str, Tensor] = field(default_factory=dict)
     token_columns: dict[str, Tensor] = field(default_factory=dict)
     new_old_logprobs: bool = False
+    of_tokens: bool = True
 
     def apply(self, m: Method, shaped: Any) -> None:
         """Takes over what one hook returned.
@@ -377,13 +395,17 @@ class _Shaping:
         if shaped.advantages is not None:
             changes["advantages"] = validate.bounded(m, "shape", "`advantages`", shaped.advantages, n, "token")
         if shaped.old_logprobs is not None:
-            old = validate.bounded(m, "shape", "`old_logprobs`", shaped.old_logprobs, n, "token")
-            changes["old_logprobs"] = old.float()
+            given = validate.bounded(m, "shape", "`old_logprobs`", shaped.old_logprobs, n, "token")
+            changes["old_logprobs"] = given.float()
             self.new_old_logprobs = True
         if keep_rows is not None:
             keep = keep & keep_rows[tokens.row]
         if shaped.keep_tokens is not None:
             keep = keep & validate.mask(m, "shape", "`keep_tokens`", shaped.keep_tokens, n, "token")
+        old = changes.get("old_logprobs")
+        if self.of_tokens and old is not None and bool((old[keep] > LARGEST_LOGPROB).any()):
+            why = f"`old_logprobs` has {float(old[keep].max()):g}, and a log-prob is at most 0."
+            raise validate.invalid_return(m, "shape", why)
         self._add(m, self.token_columns, shaped.token_columns, n, "token")
         self.tokens = tokens.replace(keep=keep, **changes)
 

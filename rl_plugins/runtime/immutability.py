@@ -1,4 +1,4 @@
-"""What a hook is given, watched: whether it changed any of it in place.
+"""What a hook is given and the global random generators, watched: whether it changed any of it in place.
 
 Only the contract test (`rl-plugins check`) looks, and a run with RL_PLUGINS_DEBUG=1 in its environment. Every other run
 looks at nothing, so a hook costs the same whatever it is given.
@@ -11,6 +11,7 @@ cannot be changed, so they are not read.
 from __future__ import annotations
 
 import os
+import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,9 +41,14 @@ def checking() -> Iterator[None]:
         _CHECKING.reset(token)
 
 
+def is_watching() -> bool:
+    """Whether hooks are watched now."""
+    return _CHECKING.get() or os.environ.get(VARIABLE, "") not in ("", "0")
+
+
 def watched(args: tuple[Any, ...]) -> Watched:
     """Everything in the arguments of a hook that could be changed, as it is now; nothing where nobody watches."""
-    if not _CHECKING.get() and os.environ.get(VARIABLE, "") in ("", "0"):
+    if not is_watching():
         return []
     seen: set[Any] = set()
     looks = [look for value in args for look in _looks(value, type(value).__name__, seen)]
@@ -51,6 +58,27 @@ def watched(args: tuple[Any, ...]) -> Watched:
 def changes(before: Watched) -> list[str]:
     """Names of what is not as it was."""
     return list(dict.fromkeys(f"`{name}`" for name, look, was in before if look() != was))
+
+
+def global_generators() -> dict[str, Any]:
+    """The states of the global random generators, by library; none where nobody watches."""
+    if not is_watching():
+        return {}
+    name, keys, *rest = np.random.get_state()
+    found = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "numpy": (name, np.asarray(keys).tobytes(), *rest),
+        "random": random.getstate(),
+    }
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found["torch.cuda"] = [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
+    return found
+
+
+def drawn_from(before: dict[str, Any]) -> list[str]:
+    """Libraries whose global random generator is no longer as it was. A hook that draws from one makes other numbers
+    after a resume, on another host or beside another method."""
+    return [library for library, state in global_generators().items() if before.get(library, state) != state]
 
 
 def _looks(value: Any, name: str, seen: set[Any]) -> Iterator[tuple[str, Callable[[], Any]]]:

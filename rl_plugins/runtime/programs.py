@@ -35,8 +35,10 @@ from rl_plugins.core.requests import (
 from rl_plugins.core.rollouts import Completion
 from rl_plugins.kit.threads import await_left, run_call, run_calls
 from rl_plugins.runtime.costs import RowCount
-from rl_plugins.runtime.immutability import changes, watched
+from rl_plugins.runtime.immutability import changes, drawn_from, global_generators, watched
 from rl_plugins.runtime.validate_programs import request_problem, row_problem
+
+REQUESTS_PER_TOKEN, IDLE_REQUESTS = 8, 1000  # of a rollout, at most
 
 
 class Engine(Protocol):
@@ -89,6 +91,7 @@ class Running:
         self._keys: list[Hashable] | None = None
         self._sides: list[int] = []
         self.rows_made, self._count = 0, RowCount()
+        self._asked = 0
         self._given = watched((prompt,))
         self._program = self._placed(lambda: method.rollout(prompt))
         if not isinstance(self._program, Generator):
@@ -138,13 +141,24 @@ class Running:
         while True:
             before = dict(zip(self._keys or (), self.requests, strict=False))
             self.requests, self._results, self._keys = [], {}, None
+            generators = global_generators()
             asked, returned = self._placed(partial(_next, self._program, answer))
+            if drawn := drawn_from(generators):
+                raise self._error(
+                    f"it uses the global random generator of {', '.join(drawn)}; use `prompt.rng(purpose)`."
+                )
             if asked is None:
                 self.rows = self._placed(partial(self._checked, returned))
                 return
             self._single = not isinstance(asked, list)
             self.requests = [asked] if self._single else list(asked)
             self._keys, self._sides = (asked.keys, asked.sides) if isinstance(asked, SideBySide) else (None, [])
+            self._asked += max(sum(key not in before for key in self._keys or range(len(self.requests))), 1)
+            if self._asked > (most := self._most_requests()):
+                raise self._error(
+                    f"it yielded more than {most} requests for one prompt, so it has no end. Return when there is no "
+                    f"room left (`prompt.room`), or after a number of turns."
+                )
             for i, request in enumerate(self.requests):
                 if self._keys is not None and self._keys[i] in before:
                     self.requests[i] = before[self._keys[i]]  # it is under way
@@ -164,6 +178,11 @@ class Running:
                 return
             results = [self._results[i] for i in range(len(self.requests))]
             answer = results[0] if self._single else results
+
+    def _most_requests(self) -> int:
+        """Far more than a program makes that ends."""
+        p = self.prompt
+        return (p.n + p.redundant) * (IDLE_REQUESTS + REQUESTS_PER_TOKEN * p.max_tokens)
 
     def _problem(self, request: Request) -> str:
         """What cannot be served about a request; empty if nothing is."""

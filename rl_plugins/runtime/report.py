@@ -174,7 +174,7 @@ def stage_lines(stack: MethodStack, plan_of: Callable[[], Plan], rows: int) -> I
     Raises:
         MethodError: from a hook, or for an illegal plan.
     """
-    for batch in sorted({batch for m in stack.methods for batch in m.stages()} - {0}):
+    for batch in sorted({batch for m in stack.methods for batch in stack.call("stages", m)} - {0}):
         stack.batch, stack.draw = batch, 0
         plan = plan_of()
         limits = {row.max_tokens for row in plan.rows} - {None}

@@ -11,7 +11,7 @@ from rl_plugins.core.errors import MethodError, shown
 from rl_plugins.core.method import Method
 from rl_plugins.core.requests import Call, Request, Score, Scored
 from rl_plugins.kit.threads import run_calls
-from rl_plugins.runtime.programs import Running
+from rl_plugins.runtime.programs import IDLE_REQUESTS, REQUESTS_PER_TOKEN, Running
 from rl_plugins.runtime.validate_programs import call_problem, told_problem
 
 
@@ -44,6 +44,10 @@ class RunningSamples(Running):
     def samples(self) -> list[Sample]:
         """What it returned, once it has ended."""
         return cast(Any, self.rows) or []
+
+    def _most_requests(self) -> int:
+        prompt: SamplePrompt = cast(Any, self.prompt)
+        return prompt.n * (IDLE_REQUESTS + REQUESTS_PER_TOKEN * prompt.steps)
 
     def _problem(self, request: Request) -> str:
         return request_problem(request, cast(Any, self.prompt))

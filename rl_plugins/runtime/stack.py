@@ -15,7 +15,7 @@ from rl_plugins.core.params import params_to_dict
 from rl_plugins.core.rollouts import Rollouts, RowRatio, Run
 from rl_plugins.kit.threads import finished
 from rl_plugins.runtime import registry
-from rl_plugins.runtime.immutability import changes, watched
+from rl_plugins.runtime.immutability import changes, drawn_from, global_generators, is_watching, watched
 from rl_plugins.runtime.metrics import Metrics
 from rl_plugins.runtime.state import copy_plain, snapshot
 
@@ -263,12 +263,13 @@ class MethodStack(Context):
         Raises:
             RunStopped: the hook raised it.
             MethodError: whatever else the hook raised, an exit included, with the method, the hook and the way to go on
-                without it; or the hook changed something it was given.
+                without it; or, where hooks are watched, it changed something it was given, drew from a global random
+                generator, or left something in the state that cannot be saved.
         """
         method._place = HOOKS[hook].place if hook in HOOKS else "driver"
         # statistics a hook asks a batch for stay in its own record, where a change of them reaches nobody
         args = tuple(a.replace() if isinstance(a, Rollouts) else a for a in args)
-        before = watched(args)
+        before, generators = watched(args), global_generators()
         try:
             result = getattr(method, hook)(*args)
             if inspect.iscoroutine(result):
@@ -292,6 +293,16 @@ class MethodStack(Context):
                 f"Method `{method.name}` changed what it was given in `{hook}`: {names}. "
                 f"A hook returns new values; work on a copy (`x.clone()`)."
             )
+        if drawn := drawn_from(generators):
+            raise MethodError(
+                f"Method `{method.name}` uses the global random generator of {', '.join(drawn)} in `{hook}`; use "
+                f"`self.rng(purpose)`."
+            )
+        if is_watching() and method._state:
+            try:
+                snapshot(method._state, "self.state")
+            except StateError as e:
+                raise MethodError(f"Method `{method.name}` keeps in `{hook}` what cannot be saved: {e}") from None
         if self.watchers and hook in HOOKS and HOOKS[hook].place == "driver":
             for watcher in self.watchers:
                 watcher.saw(hook, method.name, args, result, self.notes or [])
@@ -314,7 +325,9 @@ class MethodStack(Context):
                 m.check(run)
             except ConfigError as e:
                 problems.append(f"`{m.name}`: {e}")
-            except Exception as e:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as e:  # an exit, too: it would end the run without a word, and with status 0
                 problems.append(f"`{m.name}` failed in `check`: {type(e).__name__}: {shortened(e)}. Remove the method.")
         if problems:
             raise ConfigError("\n".join(problems))
@@ -340,7 +353,11 @@ class MethodStack(Context):
 
     def state_dict(self, fingerprint: str) -> dict[str, Any]:
         """Everything that must survive, as plain data that later steps do not change. Costs nothing that grows with the
-        tensors of a state or with the groups that wait."""
+        tensors of a state or with the groups that wait.
+
+        Raises:
+            StateError: a method keeps what cannot be saved; names the method and the place.
+        """
         return {
             "seed": self.seed,
             "batch": self.batch,
@@ -355,7 +372,7 @@ class MethodStack(Context):
                 m.name: {
                     "version": m.state_version,
                     "params": params_to_dict(m.params),
-                    "state": snapshot(m._state),
+                    "state": snapshot(m._state, f"methods.{m.name}.state"),
                 }
                 for m in self.methods
                 if not isinstance(m, Watcher)

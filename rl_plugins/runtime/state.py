@@ -23,14 +23,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.core.errors import StateError
+from rl_plugins.core.errors import StateError, shown
 
 logger = logging.getLogger("rl_plugins")
 
 FOLDER = "rl_plugins"
 WRITING, BEFORE = f"{FOLDER}.writing", f"{FOLDER}.before"
 FORMAT = 3
+LARGEST = 10**4000  # whole number; Python reads none of more than 4,300 digits
 MAX_DEPTH = 100  # of nested lists and dicts; a file within it can be read wherever in a program that is done
+_DTYPES = re.compile(r"torch\.(bool|complex64|b?float(8|16|32|64)\w*|u?int(8|16|32|64))")  # that safetensors has
 _TENSOR = "__tensor__"  # in state.json, in place of a tensor: its dtype, its start among those, its shape
 _HEAD = '{\n "format": %d,\n "sha256": "%s",\n'  # of state.json; the checksum is that of all bytes behind
 _HEAD_READ = re.compile(rb'\{\n "format": (\d+),\n "sha256": "([0-9a-f]{64})",\n')
@@ -188,32 +190,56 @@ class _Tensors:
         return {dtype: torch.cat(parts) for dtype, parts in self._of.items()}
 
 
-def _flatten(value: Any, path: str, tensors: _Tensors, depth: int = 0) -> Any:
+def _flatten(value: Any, path: str, tensors: _Tensors) -> Any:
+    return _plain(value, path, lambda x: {_TENSOR: tensors.place(x)})
+
+
+def _plain(value: Any, path: str, tensor: Callable[[Any], Any], depth: int = 0) -> Any:
+    """A copy of what can be saved, with something else in place of each tensor.
+
+    Raises:
+        StateError: something in it cannot be saved; names the place.
+    """
     import numpy as np
     import torch
 
     if depth > MAX_DEPTH:
         raise StateError(f"The state at `{path[:60]}` is nested deeper than {MAX_DEPTH} levels, or contains itself.")
     if isinstance(value, torch.Tensor):
-        return {_TENSOR: tensors.place(value)}
+        if value.layout != torch.strided or value.is_nested or value.is_meta or not _DTYPES.fullmatch(str(value.dtype)):
+            kind = "nested" if value.is_nested else f"{value.dtype}, {value.layout}, on {value.device}"
+            raise StateError(f"The state at `{path}` is a tensor that cannot be saved ({kind}); keep a dense one.")
+        return tensor(value)
     if isinstance(value, np.generic):
         value = value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, float, str)):
+        return value
+    if isinstance(value, int):
+        if abs(value) >= LARGEST:
+            raise StateError(f"The state at `{path}` is {shown(value)}; a number of that size cannot be read again.")
         return value
     if isinstance(value, (list, tuple)):
-        return [_flatten(v, f"{path}.{i}", tensors, depth + 1) for i, v in enumerate(value)]
+        return [v if _scalar(v) else _plain(v, f"{path}.{i}", tensor, depth + 1) for i, v in enumerate(value)]
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
                 raise StateError(
-                    f"The state at `{path}` has the key {key!r} ({type(key).__name__}); keys must be text."
+                    f"The state at `{path}` has the key {shown(key)} ({type(key).__name__}); keys must be text."
                 )
             if key == _TENSOR:
                 raise StateError(f"The state at `{path}` has the key {key!r}, which is reserved; rename it.")
-        return {k: _flatten(v, f"{path}.{k}" if path else k, tensors, depth + 1) for k, v in value.items()}
+        return {
+            k: v if _scalar(v) else _plain(v, f"{path}.{k}" if path else k, tensor, depth + 1) for k, v in value.items()
+        }
     raise StateError(
         f"The state at `{path}` is a {type(value).__name__}; it must be numbers, text, lists, dicts and tensors."
     )
+
+
+def _scalar(value: Any) -> bool:
+    """Whether it is a number or a text that can be saved, as nearly all of a large state are."""
+    kind = type(value)
+    return kind is float or kind is str or (kind is int and -(2**63) <= value < 2**63)
 
 
 def _restore(value: Any, tensors: Mapping[str, Any]) -> Any:
@@ -227,26 +253,29 @@ def _restore(value: Any, tensors: Mapping[str, Any]) -> Any:
     return value
 
 
-def copy_plain(value: Any, tensor: Callable[[Any], Any] = lambda x: x.clone()) -> Any:
-    """A copy of plain state data that later changes do not reach.
-
-    Args:
-        tensor: copies one.
-    """
+def copy_plain(value: Any) -> Any:
+    """A copy of plain state data that later changes do not reach."""
     if hasattr(value, "clone"):
-        return tensor(value)
+        return value.clone()
     if isinstance(value, dict):
-        return {k: copy_plain(v, tensor) for k, v in value.items()}
+        return {k: copy_plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [copy_plain(v, tensor) for v in value]
+        return [copy_plain(v) for v in value]
     return value
 
 
-def snapshot(value: Any) -> Any:
+def snapshot(value: Any, path: str = "") -> Any:
     """As `copy_plain`, but the bytes of a tensor are copied only when somebody writes to it: torch notices that, in
     whichever of its functions it happens, also through views and through `numpy()` called afterwards. A tensor whose
-    memory torch does not own (`from_numpy`) is copied at once. Lists and dicts are copied."""
-    return copy_plain(value, _copied_on_write)
+    memory torch does not own (`from_numpy`) is copied at once. Lists and dicts are copied.
+
+    Args:
+        path: of the value in the state.
+
+    Raises:
+        StateError: something in it cannot be saved; names the place.
+    """
+    return _plain(value, path, _copied_on_write)
 
 
 def _copied_on_write(value: Any) -> Any:

@@ -22,6 +22,7 @@ from rl_plugins.core.errors import MethodError, shortened, shown
 from rl_plugins.core.method import Method
 from rl_plugins.core.requests import Turn
 from rl_plugins.core.rollouts import Admission, Completion, Plan, PlanRow, PromptPool, Rollouts, Terms, Tokens, Update
+from rl_plugins.runtime.validate_programs import LARGEST_LOGPROB
 
 # Hosts compute in float32, whose largest number is 3.4e38. Of values up to this one a million squares can be summed.
 LARGEST = 1e16
@@ -44,9 +45,9 @@ def invalid_returns(m: Method, hook: str) -> Iterator[None]:
     """Whatever an answer raises when it is looked at is an error of its hook, too."""
     try:
         yield
-    except MethodError:
+    except (MethodError, KeyboardInterrupt):
         raise
-    except Exception as e:
+    except BaseException as e:  # an exit, too
         raise invalid_return(m, hook, f"it cannot be read ({type(e).__name__}: {shortened(e)}).") from e
 
 
@@ -194,6 +195,13 @@ def plan(m: Method, value: object, asked: Plan, pool_size: int | None, vocabular
     if begun > most or len(value.rows) > most:
         why = f"{begun} rollouts in {len(value.rows)} rows, and the batch trains {asked.budget}"
         raise invalid_return(m, "plan", f"{why}; at most {MOST_GENERATED} times as many can be generated.")
+    for field, signal in (("redundant", "redundancy"), ("max_turns", "turn_limits")):
+        new = {getattr(row, field) for row in value.rows} - {getattr(row, field) for row in asked.rows} - {0, None}
+        if new and signal not in m.needs:
+            why = (
+                f'`{field}` is {min(new)}. Add "{signal}" to the `needs` of the class: a run where nothing comes of it'
+            )
+            raise invalid_return(m, "plan", f"{why} is refused then.")
     return value
 
 
@@ -222,7 +230,10 @@ def _row_problem(row: object, pool_size: int | None, vocabulary: int | None) -> 
     problem = _tokens_problem("`prefix`", row.prefix, vocabulary)
     for completion in row.given:
         problem = problem or _given_problem(completion, vocabulary)
-    return problem or _travel_problem(row)
+    problem = problem or _travel_problem(row)
+    for name in ("prompt", "raw_prompt"):  # verl has both
+        problem = problem or _messages_problem((row.edit or {}).get(name, "-"), vocabulary is not None)
+    return problem
 
 
 def _given_problem(completion: object, vocabulary: int | None) -> str | None:
@@ -234,8 +245,8 @@ def _given_problem(completion: object, vocabulary: int | None) -> str | None:
         if len(completion.logprobs) != len(completion.tokens):
             return "a given completion needs as many log-probs as tokens, or None"
         read = completion.observed or itertools.repeat(False)  # log-probs of tokens that were only read say nothing
-        if not _all_within(completion.logprobs, "f", -math.inf, 0) and not all(
-            isinstance(p, Real) and (seen is True or -math.inf < p <= 0)
+        if not _all_within(completion.logprobs, "f", -math.inf, LARGEST_LOGPROB) and not all(
+            isinstance(p, Real) and (seen is True or -math.inf < p <= LARGEST_LOGPROB)
             for p, seen in zip(completion.logprobs, read, strict=False)
         ):
             return "a log-prob of a given completion must be a finite number of at most 0"
@@ -313,6 +324,17 @@ def _travel_problem(row: PlanRow) -> str | None:
     return None
 
 
+def _messages_problem(prompt: Any, of_tokens: bool) -> str | None:
+    """What no chat template takes. The prompts of a diffusion policy may be anything."""
+    many = isinstance(prompt, (list, tuple, np.ndarray)) and len(prompt) > 0
+    if of_tokens and not many and not isinstance(prompt, str):
+        return f"`edit` has the prompt {shown(prompt)}; a prompt is a text or a list of messages"
+    for message in prompt if many and (of_tokens or isinstance(prompt[0], Mapping)) else ():
+        if not (isinstance(message, Mapping) and isinstance(message.get("role"), str) and message["role"]):
+            return f"`edit` has a prompt with {shown(message)}, which is no message with a `role`"
+    return None
+
+
 def prompts(m: Method, value: object, pool: PromptPool, n: int) -> list[int]:
     """`n` different prompts of the pool that the batch does not have yet."""
     try:
@@ -382,7 +404,7 @@ def per_token(m: Method, hook: str, value: object, terms: Terms, gradient: bool)
     """(rows, time), finite wherever a token is trained.
 
     Args:
-        gradient: it must have one where `terms.logprobs` has one.
+        gradient: it must have one where `terms.logprobs` has one; otherwise only if it is not 0 everywhere.
     """
     shape = tuple(terms.logprobs.shape)
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:
@@ -404,8 +426,10 @@ def per_token(m: Method, hook: str, value: object, terms: Terms, gradient: bool)
     grads: Sequence[Tensor | None] = [None]
     if live and value.requires_grad:  # of what the method made of the log-probs, not of the model
         grads = torch.autograd.grad(masked.sum(), live, retain_graph=True, allow_unused=True)
-    if gradient and live and grads[0] is None and bool(trained.any()):
-        raise invalid_return(m, hook, "it has no gradient; it must depend on `terms.logprobs` without `detach`.")
+    missing = grads[0] is None if gradient else all(g is None for g in grads)
+    if live and missing and bool(trained.any() if gradient else masked.any()):
+        on = "`terms.logprobs`" if gradient else "`terms.logprobs` or `terms.entropies`"
+        raise invalid_return(m, hook, f"it has no gradient; it must depend on {on} without `detach`.")
     if not all(g is None or bool(torch.isfinite(g).all()) for g in grads):
         why = (
             "its gradient is NaN or infinite, so the weights would become NaN. Look for a root, a logarithm or a "

@@ -13,6 +13,7 @@ import numpy as np
 from rl_plugins.core.errors import shown
 from rl_plugins.core.requests import Call, Finish, Generate, Kind, Prompt, Request, Score, Trajectory, Turn
 
+LARGEST_LOGPROB = 1e-3  # engines round
 LIMITS = {"n": (1, 100_000), "max_tokens": (1, 10**9), "top": (0, 10**6)}  # of a `Generate`
 
 
@@ -71,7 +72,7 @@ def row_problem(row: Trajectory, prompt: Prompt, vocabulary: int | None) -> str:
     if not _within(row.versions, -1, None):
         return "a trajectory has versions below -1"
     logprobs = np.asarray(row.logprobs)
-    if bool((np.isinf(logprobs) | (logprobs > 1e-3)).any()):
+    if bool((np.isinf(logprobs) | (logprobs > LARGEST_LOGPROB)).any()):
         return "a trajectory has log-probs that are infinite, or above 0"
     if row.finish not in get_args(Finish):
         return f"a trajectory has finish={shown(row.finish)}; allowed: {', '.join(map(repr, get_args(Finish)))}"

@@ -27,7 +27,7 @@ from rl_plugins.core.estimators import Scale, batch_std, grpo_advantages
 from rl_plugins.core.groups import Groups
 from rl_plugins.core.requests import Turn
 from rl_plugins.core.rollouts import Rollouts, weighted_reward
-from rl_plugins.runtime.decide import Decision, Selection, decide_advantages, select_rows
+from rl_plugins.runtime.decide import Decision, Selection, check_made, decide_advantages, select_rows
 from rl_plugins.runtime.idle import look_for_idle
 from rl_plugins.runtime.metrics import Partial, combine
 from rl_plugins.runtime.stack import MethodStack
@@ -182,6 +182,7 @@ class Decisions:
 
     def select(self, batch: Batch) -> Selected:
         """`rewards` and `select` on everything that was generated; rows that leave are gone afterwards."""
+        check_made(self.stack, len(batch.keys))
         notes = notes_of(fetch(batch, [COLUMN]))
         order = plan_order(batch.keys, notes)
         batch.reorder(order)

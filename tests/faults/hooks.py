@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
+import random
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +30,7 @@ from rl_plugins.core.errors import MethodError
 from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.groups import Groups
 from rl_plugins.core.method import HOOKS, Method
-from rl_plugins.core.requests import Call, Generate, Generated, Score, Scored, Trajectory
+from rl_plugins.core.requests import Call, Generate, Generated, Score, Scored, Trajectory, together
 from rl_plugins.core.rollouts import Admission, Completion, Plan, PlanRow, Rows, Shape, TurnTable, Update
 from rl_plugins.runtime.carry_over import Group, admit, to_plain
 from rl_plugins.runtime.decide import decide
@@ -341,6 +342,16 @@ ROW_CHANGES: dict[str, dict[str, Any]] = {
     "edit a list": {"edit": ["prompt"]},
     "edit with a number as key": {"edit": {1: "x"}},
     "edit that cannot travel": {"edit": {"prompt": lambda: 0}},
+    "edit without a role": {"edit": {"prompt": [{"content": "x"}]}},
+    "edit without a role behind one": {"edit": {"prompt": [{"role": "user", "content": "x"}, {"from": "gpt"}]}},
+    "edit with a role that is none": {"edit": {"raw_prompt": ({"role": None, "content": "x"},)}},
+    "edit with a role without a text": {"edit": {"prompt": np.array([{"role": "", "content": "x"}])}},
+    "edit with texts for messages": {"edit": {"prompt": ["x"]}},
+    "edit without a message": {"edit": {"prompt": []}},
+    "edit with a prompt None": {"edit": {"prompt": None}},
+    "edit with messages": {"edit": {"prompt": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}},
+    "redundant 1": {"redundant": 1},
+    "max_turns 3": {"max_turns": 3},
     "edit that raises": {"edit": {"prompt": Hostile()}},
     "payload that cannot travel": {"payload": lazy()},
     "payload that raises": {"payload": Hostile()},
@@ -421,6 +432,8 @@ for _field, _rows in (("advantages", False), ("old_logprobs", False), ("keep_row
         "bool": lambda n: torch.ones(n, dtype=torch.bool),
         "integers": lambda n: torch.ones(n, dtype=torch.int64),
         "a list": lambda n: [True] * n,
+        "negative": lambda n: torch.full((n,), -0.5),
+        "slightly positive": lambda n: torch.where(torch.arange(n) == 1, 0.01, -0.5),
         "a dict": lambda n: {0: 1},
         "a generator": lambda n: lazy(),
         "an object that raises": lambda n: Hostile(),
@@ -499,8 +512,11 @@ LOSSES: dict[str, Callable[[Any], Any]] = {
     "a list": lambda t: t.logprobs.tolist(),
     "sparse": lambda t: t.logprobs.to_sparse(),
     "on no device": lambda t: t.logprobs.to("meta"),
-    "another graph": lambda t: torch.zeros(t.logprobs.shape, requires_grad=True) * 1.0,
+    "another graph": lambda t: torch.ones(t.logprobs.shape, requires_grad=True) * 1.0,
     "negative": lambda t: -t.logprobs,
+    "a constant": lambda t: 0.1 * t.mask,
+    "of advantages": lambda t: t.advantages.abs() + 1.0,
+    "zero": lambda t: 0.0 * t.mask,
 }
 
 
@@ -524,6 +540,24 @@ def changed_row(**changes: Any) -> Hook:
 
 
 T = Trajectory((5, 6))
+
+
+def endless(ask: Callable[[Any], Any]) -> Hook:
+    def rollout(self: Method, prompt: Any) -> Any:
+        while True:
+            yield ask(prompt)
+
+    return rollout
+
+
+def endless_side_by_side(self: Method, prompt: Any) -> Any:
+    return (yield from together([endless(lambda p: Generate(p.start()))(self, prompt) for _ in range(3)]))
+
+
+def endless_and_empty_side_by_side(self: Method, prompt: Any) -> Any:
+    return (yield from together([endless(lambda p: [])(self, prompt)]))
+
+
 PROGRAMS: dict[str, Hook] = {
     "a list instead of a generator": lambda self, prompt: [prompt.start()],
     "None instead of a generator": lambda self, prompt: None,
@@ -557,6 +591,16 @@ PROGRAMS: dict[str, Hook] = {
             "an object that raises": Hostile(), "a generator": lazy(),
         }.items()
     },
+    **{
+        f"for ever yields {name}": endless(ask)
+        for name, ask in {
+            "nothing": lambda p: [], "a request": lambda p: Generate(p.start()), "scores": lambda p: Score(p.start()),
+            "two requests": lambda p: [Generate(p.start(), n=2)] * 2, "calls": lambda p: Call(len, ("a",)),
+            "requests without room": lambda p: Generate(p.start().force((7,) * 8)),
+        }.items()
+    },
+    "for ever yields side by side": endless_side_by_side,
+    "for ever yields nothing side by side": endless_and_empty_side_by_side,
     **{
         f"returns {name}": program(returns=value)
         for name, value in {
@@ -641,6 +685,62 @@ LOGS: dict[str, Hook] = {
     "logs what raises": lambda self, *args: self.log("x", Hostile()),
     "asks for unclaimed": lambda self, *args: Method.advantages(self, None),  # type: ignore[arg-type]
 }
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "draws from torch": lambda: torch.randperm(3),
+    "draws into a tensor": lambda: torch.empty(2).normal_(),
+    "seeds torch": lambda: torch.seed(),
+    "draws from numpy": lambda: np.random.permutation(3),
+    "seeds numpy": lambda: np.random.seed(),
+    "draws from random": lambda: random.choice("ab"),
+    "seeds random": lambda: random.seed(),
+}
+
+
+def circle() -> Any:
+    made: dict[str, Any] = {"in": []}
+    made["in"].append(made)
+    return made
+
+
+def wide_circle() -> Any:
+    made: list[Any] = []
+    made.extend([made] * 3)
+    return made
+
+
+UNSAVED: dict[str, Callable[[], Any]] = {
+    "a circle": circle,
+    "a list of itself": wide_circle,
+    "a sparse tensor": lambda: torch.eye(3).to_sparse(),
+    "a tensor of rows": lambda: torch.eye(3).to_sparse_csr(),
+    "a tensor on no device": lambda: torch.empty(3, device="meta"),
+    "a nested tensor": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+    "complex128": lambda: torch.ones(2, dtype=torch.complex128),
+    "a quantized tensor": lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8),
+    "a set": lambda: {1},
+    "an array": lambda: np.ones(2),
+    "a complex number": lambda: 1j,
+    "a number of 5,000 digits": lambda: -(10**5000),
+    "a number as key": lambda: {1: 2},
+    "what raises": Hostile,
+}
+
+
+def doing(place: str, act: Callable[[Method], Any]) -> Hook:
+    """A hook that does something and is good otherwise."""
+
+    def hook(self: Method, *args: Any) -> Any:
+        act(self)
+        return GOOD[place](*args)
+
+    def in_program(self: Method, prompt: Any) -> Any:
+        yield []
+        act(self)
+        return [prompt.start()]
+
+    return in_program if place == "rollout" else hook
 
 
 # ---- changes of what was given
@@ -756,6 +856,14 @@ def cases() -> Iterator[Case]:
         for name, function in LOGS.items():
             if place != "rollout":
                 yield Case(place, name, lambda self, *args, f=function, p=place: (f(self, *args), GOOD[p](*args))[1])
+        for name, draw in DRAWS.items():
+            yield Case(place, name, doing(place, lambda self, draw=draw: draw()))
+        for name, make in UNSAVED.items():
+
+            def keep(self: Method, make: Callable[[], Any] = make) -> None:
+                self.state["x"] = [{"y": make()}]
+
+            yield Case(place, f"keeps {name}", doing(place, keep))
         yield from changes_of(place)
     for place in ("rewards", "select", "advantages"):
         yield from (Case(place, f"returns {n}", lambda self, r, v=v: v()) for n, v in NUMBERS.items())
@@ -816,14 +924,15 @@ LEGAL: dict[str, set[str]] = {
     "select": {"returns bool"},
     "advantages": set(_NUMBERS),
     "shape": {
-        *(f"{field} {kind}" for field in ("advantages", "old_logprobs") for kind in ("bool", "integers", "a list")),
+        *(f"advantages {kind}" for kind in ("bool", "integers", "a list", "negative", "slightly positive")),
+        "old_logprobs negative",
         *(f"{field} {kind}" for field in ("keep_rows", "keep_tokens") for kind in ("bool", "a list")),
         "row_columns bool",
         "token_columns bool",
     },
     "before_update": {"lr_scale True", "lr_scale zero"},
     "policy_loss": {"NaN at masked tokens", "float64", "float16", "negative"},
-    "regularize": {"NaN at masked tokens", "float64", "float16", "negative", "detached", "another graph"},  # constants
+    "regularize": {"NaN at masked tokens", "float64", "float16", "negative", "zero"},
     "rollout": {
         "yields max_tokens huge",  # the room is the limit
         "returns nothing",
@@ -833,7 +942,7 @@ LEGAL: dict[str, set[str]] = {
     },
 }
 for _place in ("plan", "plan, round 1", "plan, evaluation"):
-    LEGAL[_place] = {"plans rows a list"}
+    LEGAL[_place] = {"plans rows a list", "plans edit with messages"}
 LEGAL["plan"] |= {"plans group -1", "plans n zero"}
 LEGAL["plan, round 1"] |= {"plans group -1", "plans n zero", "plans no rows"}
 LEGAL["plan, evaluation"] |= {"plans a foreign prompt without columns"}  # it is one, and keeps its columns

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,12 +67,3 @@ def differences(a: Any, b: Any, close: bool = False, path: str = "") -> list[str
         except Exception:  # objects that cannot be compared
             return []
     return [p for name, pair in pairs.items() for p in differences(*pair, close, f"{path}.{name}" if path else name)]
-
-
-def global_generators() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()
-    return {
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "numpy": (name, np.asarray(keys).tobytes(), *rest),
-        "random": random.getstate(),
-    }

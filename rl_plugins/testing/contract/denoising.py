@@ -15,7 +15,7 @@ from rl_plugins.core.rollouts import PlanRow
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.samples import RunningSamples, run_samples
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.testing.contract.compare import differences, global_generators
+from rl_plugins.testing.contract.compare import differences
 from rl_plugins.testing.contract.kit import BUDGET, GROUP_SIZE, GROUPS, PROMPTS, Kit, short_error
 from rl_plugins.testing.denoiser import FlowEngine, GaussianFlow, make_sample_prompt
 
@@ -90,7 +90,6 @@ def _made(kit: Kit, reward: Reward = _reward, changes: Mapping[str, Any] = {}) -
         )
         for row in plan
     ]
-    generators = global_generators()
     try:
         programs = [RunningSamples(method, p) for p in prompts]
         run_samples(programs, engine)
@@ -99,9 +98,6 @@ def _made(kit: Kit, reward: Reward = _reward, changes: Mapping[str, Any] = {}) -
         return None
     finally:
         stack.metrics.take()
-    for library, state in global_generators().items():
-        if generators[library] != state:
-            kit.fail(f"`rollout` uses the global random generator of {library}; use `prompt.rng(purpose)`.")
     return _Made(stack, engine, plan, programs)
 
 
@@ -115,6 +111,7 @@ def _check_decisions(kit: Kit, made: _Made) -> None:
         (p, i, x) for p, program in zip(made.plan, made.programs, strict=True) for i, x in enumerate(program.samples)
     ]
     if not rows:
+        kit.fail("the program returns no rollout for any prompt.")
         return
     prompts = [program.prompt for program in made.programs for _ in program.samples]
     scored = made.engine.score([(p, x) for p, (_, _, x) in zip(prompts, rows, strict=True)])  # type: ignore[misc]

@@ -19,7 +19,7 @@ from rl_plugins.core.rollouts import Rollouts, Run, Tokens, TurnTable
 from rl_plugins.runtime.decide import Decision, decide
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.testing.contract.compare import copy_of, differences, global_generators
+from rl_plugins.testing.contract.compare import copy_of, differences
 from rl_plugins.testing.contract.dataset import StoredDataset, column_value
 from rl_plugins.testing.contract.results import wrong_result
 from rl_plugins.testing.data import make_rollouts, make_run, make_token_ids, make_tokens
@@ -111,16 +111,13 @@ class Kit:
         return StoredDataset(columns)
 
     def _watched(self, hook: str, function: Callable[..., Any], *args: Any) -> Any:
-        """One call of a hook: input unchanged, global generators untouched, a result of the right kind."""
-        before, generators = copy_of(args), global_generators()
+        """One call of a hook: input unchanged, a result of the right kind."""
+        before = copy_of(args)
         result = function(*args)
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
         for changed in [path for old, new in zip(before, args, strict=True) for path in differences(old, new)]:
             self.fail(f"`{hook}` changes its input (`{changed}`); return new values, with `replace` or new tensors.")
-        for library, state in global_generators().items():
-            if generators[library] != state:
-                self.fail(f"`{hook}` uses the global random generator of {library}; use `self.rng(purpose)`.")
         self.calls.append((hook, args, result))
         for problem in wrong_result(self.cls, hook, args, result):
             self.fail(problem)

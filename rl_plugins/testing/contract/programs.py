@@ -19,7 +19,6 @@ from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.programs import Running, run
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.turn_table import spans, token_turns, turn_table
-from rl_plugins.testing.contract.compare import global_generators
 from rl_plugins.testing.contract.dataset import StoredDataset
 from rl_plugins.testing.contract.kit import BUDGET, GROUP_SIZE, GROUPS, PROMPTS, Kit, short_error
 from rl_plugins.testing.engine import EOS, TableEngine
@@ -140,7 +139,6 @@ def _made(kit: Kit, setting: _Setting, may_refuse: bool = False) -> _Made | None
     budget = BUDGET * kit.rows_per_rollout
     plan = first_plan(stack, range(GROUPS), GROUP_SIZE, budget, PROMPTS, dataset).rows
     prompts = [_prompt(row, dataset, engine.chat, stack.batch, setting) for row in plan]
-    generators = global_generators()
     try:
         programs = [Running(method, p) for p in prompts if p.n]
         run(programs, engine)
@@ -150,9 +148,6 @@ def _made(kit: Kit, setting: _Setting, may_refuse: bool = False) -> _Made | None
         return None
     finally:
         stack.metrics.take()
-    for library, state in global_generators().items():
-        if generators[library] != state:
-            kit.fail(f"`rollout` uses the global random generator of {library}; use `prompt.rng(purpose)`.")
     _check_requests(kit, method, engine)
     return _Made(stack, method, engine, [row for row, p in zip(plan, prompts, strict=True) if p.n], programs)
 
@@ -273,6 +268,7 @@ def _check_decisions(kit: Kit, made: _Made) -> None:
                     facts[name].append(value)
                 rows.append(row)
     if not rows:
+        kit.fail("the program returns no rollout for any prompt.")
         return
     prompts = [made.prompt_of(row) for row in rows]
     scored = made.engine.score(list(zip(prompts, rows, strict=True)))

@@ -44,5 +44,5 @@ def _wrong_loss(hook: str, terms: Terms, loss: Any) -> Iterator[str]:
     if not isinstance(loss, Tensor) or loss.shape != terms.mask.shape:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         yield f"`{hook}` returns {shape}; it must be (rows, time), one value per token."
-    elif hook == "policy_loss" and not loss.requires_grad:
-        yield "`policy_loss` has no gradient; it must depend on `terms.logprobs` without `detach`."
+    elif not loss.requires_grad and (hook == "policy_loss" or bool(loss[terms.mask > 0].any())):
+        yield f"`{hook}` has no gradient; it must depend on `terms.logprobs` without `detach`."
