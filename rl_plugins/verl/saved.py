@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,23 +61,26 @@ def host_files(checkpoint: str, workers: Sequence[Any]) -> dict[str, list[int | 
     Args:
         workers: handles of Ray actors.
     """
-    import ray
+    from rl_plugins.verl.processes import ask
 
-    seen = ray.get([w.__ray_call__.remote(_sizes, checkpoint) for w in workers])
-    mine, *theirs = shares([_sizes(None, checkpoint), *seen])
-    asked = [w.__ray_call__.remote(_checksums, checkpoint, names) for w, names in zip(workers, theirs, strict=True)]
-    found = checksums(checkpoint, mine)
-    for part in ray.get(asked):
-        found |= part
-    return found
+    seen = [_seen(None, checkpoint), *ask(workers, _seen, checkpoint)]
+    of = dict(zip((place for place, _ in seen), shares([found for _, found in seen]), strict=True))
+    parts = [*ask(workers, _checksums, checkpoint, of), _checksums(None, checkpoint, of)]
+    return {name: found for part in parts for name, found in part.items()}
 
 
-def _sizes(worker: Any, folder: str) -> dict[str, int]:
-    return sizes(folder, (COUNTED,))
+def _place() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}"
 
 
-def _checksums(worker: Any, folder: str, names: Sequence[str]) -> dict[str, list[int | str]]:
-    return checksums(folder, names)
+def _seen(worker: Any, folder: str) -> tuple[str, dict[str, int]]:
+    """Runs in a process: which it is, and the files it sees."""
+    return _place(), sizes(folder, (COUNTED,))
+
+
+def _checksums(worker: Any, folder: str, of: Mapping[str, Sequence[str]]) -> dict[str, list[int | str]]:
+    """Runs in a process: the checksums of its share."""
+    return checksums(folder, of[_place()])
 
 
 def check_saved(checkpoint: str, workers: Sequence[Any], methods: MethodStack, seed: int, accept: bool) -> None:
