@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -627,6 +628,8 @@ BROKEN = [
     (dict(policy_loss=detached), "`policy_loss` has no gradient"),
     (dict(policy_loss=neighbours), "`policy_loss` depends on the order of the rows"),
     (dict(regularize=lambda self, terms: 0.1 * terms.mask), "`regularize` has no gradient"),
+    (dict(__init__=lambda self, params=None: sys.exit(0)), "cannot be built: SystemExit"),
+    (dict(__init__=lambda self, params=None: None), "`Toy.__init__` must call `super().__init__(params)`"),
     (dict(rollout=nothing), "returns no rollout for any prompt"),
     (dict(start=draws_at_the_start), "uses the global random generator of numpy in `start`"),
     (dict(regularize=mean_loss), "`regularize` depends on the split into micro-batches"),

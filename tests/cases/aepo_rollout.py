@@ -12,7 +12,7 @@ CASE = Case(
     rows=Calculator.rows(4),
     effects=Effects(
         World(model=writes("ab", "cd", "ce", "caba"), n=8, max_tokens=80),
-        {"environment": [Desk]},
+        {"environment": [Desk], "role": ["assistant"]},
         params={"environment": Bench, "vocabulary": 8, "top_logprobs": 3},
     ),
 )
