@@ -54,7 +54,7 @@ Hook = Callable[..., Any]
 
 def bad(hook: str, function: Hook) -> MethodStack:
     """A started stack with one method whose `hook` is `function(self, *args)`."""
-    cls = type("Bad", (Method,), {"name": "bad", hook: function})
+    cls = type("Bad", (Method,), {"name": "bad", "needs": {"tokens"}, hook: function})
     stack = MethodStack([cls()])
     stack.vocabulary = 50
     return stack

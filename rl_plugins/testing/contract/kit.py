@@ -14,8 +14,8 @@ import torch
 
 from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.method import TOKEN_SIGNALS, Method
-from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Rollouts, Run, Tokens, TurnTable
+from rl_plugins.runtime import registry
 from rl_plugins.runtime.decide import Decision, decide
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack
@@ -68,7 +68,9 @@ class Kit:
         before, self.place = self.place, place
         try:
             yield
-        except Exception as e:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # an exit, too
             self.fail(short_error(e))
         finally:
             self.place = before
@@ -76,7 +78,7 @@ class Kit:
     # ---- instances
 
     def build(self) -> Method:
-        method = self.cls(build_params(self.cls.Params, self.params, self.cls.name))
+        method = registry.build(self.cls, self.params, self.cls.name)
         self.needs, self.rows_per_rollout = frozenset(method.needs), method.rows_per_rollout
         for hook in method.claims():
             if hook != "rollout":  # a generator; `programs` watches it
@@ -186,7 +188,7 @@ def _turns(rollouts: Rollouts) -> TurnTable:
 
 def short_error(e: BaseException) -> str:
     """The first line of an error, and the line of code it comes from."""
-    text = str(e).splitlines()[0] if str(e) else type(e).__name__
+    text = str(e).splitlines()[0] if str(e) and isinstance(e, Exception) else repr(e)
     origin = e
     while origin.__cause__ is not None:
         origin = origin.__cause__
