@@ -204,7 +204,7 @@ def test_a_good_method_with_every_hook_passes():
     generators = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     report = check_method(toy(**ALL_HOOKS), scale=2.0)
     assert report.hooks == tuple(HOOKS)
-    assert len(report.checks) == 19
+    assert len(report.checks) == 18
     assert [told.split(":")[0] for told in report.not_checked] == ["`rollout`", "`admit`"]
     assert report.warnings == ()
     assert "toy keeps the contract" in str(report)
