@@ -62,8 +62,8 @@ ARMS: dict[str, list[Any]] = {
 def allocated(seed: int, n_first: int | None, exploration: float = 0.0) -> dict[str, float]:
     """Means over batches; without `n_first` the groups are equal."""
     rng, found = np.random.default_rng([seed, 0]), []
-    params = XrpoAllocate.Params(n_first=n_first or SIZE, exploration=exploration)
-    stack = start_stack(XrpoAllocate(params), run=make_run(group_size=SIZE))
+    methods = [XrpoAllocate(XrpoAllocate.Params(n_first=n_first, exploration=exploration))] if n_first else []
+    stack = start_stack(*methods, run=make_run(group_size=SIZE))
     for _ in range(BATCHES):
         kind, p = rng.random(PROMPTS), rng.random(PROMPTS)
         p = np.where(kind < 1 / 3, 0.0, np.where(kind < 1 / 2, 1.0, p))

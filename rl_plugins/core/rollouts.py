@@ -295,6 +295,12 @@ class Run:
     reward_functions: tuple[RewardFunction, ...] = ()
     unreachable_rewards: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def batch_prompts(self) -> int | None:
+        """Prompts of a generation batch with groups of equal size; None if that is not known, or groups come one by
+        one (`buffered`)."""
+        return None if self.batch_rows is None or self.buffered else self.batch_rows // self.group_size
+
 
 # ---- after generation
 

@@ -62,6 +62,11 @@ class AdhintRollouts(Method):
 
     def check(self, run: Run) -> None:
         p = self.params
+        if p.hinted_share and not int(p.hinted_share * run.group_size + 1e-9):
+            raise ConfigError(
+                f"`hinted_share` is {p.hinted_share:g}, which is no whole rollout of the {run.group_size} of a prompt, "
+                f"so none ever has a hint. Raise it to {1 / run.group_size:.3g} or more, or raise the group size."
+            )
         for name in filter(None, (p.reference_column, p.answer_column)):
             if run.columns and name not in run.columns:
                 option = "reference_column" if name == p.reference_column else "answer_column"

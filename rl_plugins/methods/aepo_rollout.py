@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from rl_plugins import Call, Generate, Idle, Method, Program, Prompt, from_params, param
+from rl_plugins import Call, Generate, Idle, Method, Program, Prompt, Run, from_params, param
 from rl_plugins.core.params import above
 from rl_plugins.core.requests import BranchOrigin, Called, Generated, together
 from rl_plugins.kit.agents import AgentParams, Episode, Opened, Subprogram, act, finish, go_on, open_episode
+from rl_plugins.kit.start_checks import refuse_beyond_completion, refuse_whole_group
 
 # where the entropy of a turn has an effect
 _COPIES, _PROBE = {"beam_size": above(1)}, {"probe": True}
@@ -78,8 +79,12 @@ class AepoRollout(Method):
         penalty: float = param(0.05, "penalty per consecutive round with a new chain", ge=0, le=1, only_if=_COPIES)
         entropy_tokens: int = param(20, "first tokens of a turn that count for its entropy", ge=1, only_if=_ENTROPY)
         top_logprobs: int = param(10, "number of most likely tokens that the engine reports", ge=1, only_if=_ENTROPY)
-        vocabulary: int = param(151_936, "size of the vocabulary (default: Qwen2.5, Qwen3)", ge=2, only_if=_ENTROPY)
+        vocabulary: int | None = param(None, "size of the vocabulary; none: the tokenizer's", ge=2, only_if=_ENTROPY)
         max_turns: int = param(7, "most turns of a chain (default: the authors' 6 tool calls and an answer)", ge=1)
+
+    def check(self, run: Run) -> None:
+        refuse_beyond_completion(run, "turn_tokens", self.params.turn_tokens, "this limit of a turn has no effect")
+        refuse_whole_group(run, "initial_rollouts", self.params.initial_rollouts, "no chain would branch")
 
     def rollout(self, prompt: Prompt) -> Program:
         opened = Opened(self.params.timeout, self.warn)
@@ -107,7 +112,7 @@ class AepoRollout(Method):
         while not chain.episode.stop:
             chain = yield from self._turn(prompt, chain)
             turns.append(chain.entropy)
-        return initial_rollouts(prompt.n, self._entropy(short), sum(turns) / len(turns), p.probe_weight)
+        return initial_rollouts(prompt.n, self._entropy(prompt, short), sum(turns) / len(turns), p.probe_weight)
 
     def _chains(self, prompt: Prompt, opened: Opened, m: int) -> Subprogram:
         """All chains of a prompt, in the order they ended; m start at once."""
@@ -159,7 +164,7 @@ class AepoRollout(Method):
         """The chain after another turn; if it goes on it ends with the observation."""
         p, before = self.params, chain.episode
         (made,) = yield Generate(before.trajectory, max_tokens=p.turn_tokens, top=p.top_logprobs)
-        entropy = self._entropy(made)
+        entropy = self._entropy(prompt, made)
         episode = yield from act(prompt, before, before.trajectory.add(made), p.timeout)
         first = entropy if chain.first is None else chain.first
         episode = go_on(prompt, episode, p.max_turns, role=p.role)
@@ -195,8 +200,9 @@ class AepoRollout(Method):
         origins = [replace(o, parent=places.get(o.parent)) for o in (c.origin or BranchOrigin() for c in chains)]
         return [replace(row, origin=origin) for row, origin in zip(rows, origins, strict=True)]
 
-    def _entropy(self, made: Generated) -> float:
-        return turn_entropy(made.top[: self.params.entropy_tokens], self.params.vocabulary)
+    def _entropy(self, prompt: Prompt, made: Generated) -> float:
+        p = self.params
+        return turn_entropy(made.top[: p.entropy_tokens], p.vocabulary or prompt.chat.vocabulary)
 
 
 @dataclass(frozen=True)

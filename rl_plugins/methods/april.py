@@ -111,6 +111,13 @@ class April(Method):
                 "remove `max_staleness`."
             )
 
+        prompts = run.batch_prompts
+        if run.host == "trl" and p.over_sampling > 1 and prompts and self._in_the_making(prompts) == prompts:
+            raise ConfigError(
+                f"`over_sampling` is {p.over_sampling:g}, and a batch has {prompts} groups, so no other is begun. Set "
+                f"it to {1 + 1 / prompts:.3g} or more, or make the batch larger."
+            )
+
     def admit(self, queue: Queue) -> Admission:
         p = self.params
         total = self._in_the_making(queue.groups)

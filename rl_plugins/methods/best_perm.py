@@ -30,6 +30,7 @@ from rl_plugins.core.rollouts import GroupSoFar, weighted_reward
 from rl_plugins.kit.columns import planned_cell, rewritten
 from rl_plugins.kit.prompt_memory import SuccessParams
 from rl_plugins.kit.services import fill, media_of
+from rl_plugins.kit.start_checks import refuse_whole_group
 
 HINTED = "{prompt}\n\nHint: {hint}"
 MOST_LOGGED = 16  # hints with a metric of their own
@@ -117,11 +118,7 @@ class BestPerm(Method):
                 f"the prompts have {media}, and rounds under other prompts cannot be made with images, videos or "
                 f"audio. Use prompts of text."
             )
-        if (self.params.n_first or 1) > run.group_size:
-            raise ConfigError(
-                f"`n_first` is {self.params.n_first}, and the batch has room for {run.group_size} rollouts per prompt. "
-                f"Lower `n_first`, or raise the group size (what is above n_first is room for hints)."
-            )
+        refuse_whole_group(run, "n_first", self._first(run.group_size), "there is no room for hints")
 
     def start(self, run: Run) -> None:
         self._dataset = run.dataset

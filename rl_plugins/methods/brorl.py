@@ -13,7 +13,7 @@ from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, from_para
 from rl_plugins.core.estimators import centered_rewards
 from rl_plugins.core.groups import joint
 from rl_plugins.core.params import GIVEN
-from rl_plugins.core.rollouts import Plan, Rollouts, Rows, Update
+from rl_plugins.core.rollouts import Plan, Rollouts, Rows, Run, Update
 from rl_plugins.kit.prompt_memory import SuccessParams
 
 NORMALIZED = {"norm_over": ("trajectory", "token")}
@@ -84,6 +84,11 @@ class BroRL(Method):
                     raise ConfigError(
                         f"`ramp` has batch {pair[0]} after batch {self.ramp[i - 1][0]}; batches must ascend."
                     )
+
+    def check(self, run: Run) -> None:
+        largest = max((n for _, n in self.params.ramp), default=0)
+        if run.batch_rows is not None and largest > run.batch_rows:
+            raise ConfigError(_too_small(largest, run.batch_rows))
 
     def stages(self) -> Sequence[int]:
         return [batch for batch, _ in self.params.ramp]

@@ -14,6 +14,7 @@ from rl_plugins import ConfigError, Method, MethodError, Rollouts, Run, from_par
 from rl_plugins.core.params import GIVEN
 from rl_plugins.kit.judges import JudgeParams, make_judge
 from rl_plugins.kit.services import Endpoint, Failure, NotAsked, Service, failures, number, prompt_text
+from rl_plugins.kit.start_checks import refuse_whole_group
 
 TEMPLATE = """Compare two answers to the same request. First name the principles that matter for this request, then
 weigh both answers by them. The order in which the answers are shown means nothing, and neither does their length.
@@ -99,6 +100,7 @@ class Brpo(Method):
 
     def check(self, run: Run) -> None:
         self._endpoint()
+        refuse_whole_group(run, "reference", self.params.reference, "no rollout has that position")
 
     def _endpoint(self) -> Endpoint | None:
         """Who judges, if it is no function."""

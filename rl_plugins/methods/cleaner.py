@@ -10,11 +10,12 @@ from difflib import SequenceMatcher
 from functools import partial
 from typing import Any, Literal
 
-from rl_plugins import Call, ConfigError, Idle, Method, MethodError, Program, Prompt, Trajectory, param
+from rl_plugins import Call, ConfigError, Idle, Method, MethodError, Program, Prompt, Run, Trajectory, param
 from rl_plugins.core.files import read_json
 from rl_plugins.core.params import GIVEN, above
 from rl_plugins.core.requests import Kind
 from rl_plugins.kit.agents import AgentParams, Episode, Opened, act, episodes, finish, generate, go_on, reply
+from rl_plugins.kit.start_checks import refuse_beyond_completion
 
 PATTERNS = (
     *("ImportError", "ModuleNotFoundError", "SyntaxError", "IndexError", "IndentationError", "NameError", "TypeError"),
@@ -101,6 +102,9 @@ class Cleaner(Method):
                     f"`note` is {self.note!r} and cannot be filled in ({type(e).__name__}: {e}). It may hold "
                     f"{{retries}}; other braces are written twice."
                 ) from None
+
+    def check(self, run: Run) -> None:
+        refuse_beyond_completion(run, "turn_tokens", self.params.turn_tokens, "this limit has no effect")
 
     def rollout(self, prompt: Prompt) -> Program:
         p = self.params

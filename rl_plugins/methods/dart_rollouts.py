@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins import ConfigError, Groups, Idle, Method, Plan, Rollouts, Run, Tokens, param
+from rl_plugins import Groups, Idle, Method, Plan, Rollouts, Run, Tokens, param
 from rl_plugins.kit.prompt_memory import SuccessParams
+from rl_plugins.kit.start_checks import refuse_whole_group
 from rl_plugins.methods.dart.history import TaskHistory, scored, success_rate
 
 
@@ -32,7 +33,7 @@ class DartRollouts(Method):
     State: the latest N outcomes and n' of every prompt that was seen, 8 (N + 2) bytes each.
 
     Raises:
-        ConfigError: `n_min` above the host's rollouts per prompt.
+        ConfigError: `n_min` not below the host's rollouts per prompt.
 
     Source: arXiv 2509.23866, section on dynamic rollout frequency; src/core/task_loader.py of dart_rollouter
     (get_dynamic_rollout_n).
@@ -52,11 +53,7 @@ class DartRollouts(Method):
         n_min: int = param(1, "fewest rollouts of a task", ge=1)
 
     def check(self, run: Run) -> None:
-        if self.params.n_min > run.group_size:
-            raise ConfigError(
-                f"`n_min` is {self.params.n_min}, and the run has {run.group_size} rollouts per prompt, which is the "
-                f"most a task gets. Set method_params.dart_rollouts.n_min to at most {run.group_size}."
-            )
+        refuse_whole_group(run, "n_min", self.params.n_min, "no task ever gets fewer")
 
     def start(self, run: Run) -> None:
         self.state = {"outcomes": TaskHistory.empty(run.group_size).state(), "planned": TaskHistory.empty(1).state()}

@@ -23,6 +23,7 @@ from rl_plugins import (
     signals,
 )
 from rl_plugins.core.rollouts import Jagged
+from rl_plugins.kit.start_checks import refuse_beyond_completion
 
 MASKED = {"truncated": ("mask", "mask_unscored")}
 
@@ -80,6 +81,9 @@ class DoraData(Method):
                 f"`accuracy` is {self.params.accuracy!r}. The reward functions are {', '.join(run.reward_names)}. Set "
                 f"method_params.dora_data.accuracy to one of them."
             )
+
+        if self.params.loop_tokens != type(self.params).loop_tokens:  # the default asks for nothing
+            refuse_beyond_completion(run, "loop_tokens", self.params.loop_tokens, "no loop is ever found")
 
     def rewards(self, rollouts: Rollouts) -> Tensor:
         unscored = self._failed(rollouts)

@@ -25,6 +25,7 @@ from rl_plugins import (
     signals,
 )
 from rl_plugins.core.params import above
+from rl_plugins.kit.start_checks import refuse_no_group
 from rl_plugins.methods.rollout_replay.buffer import Buffer
 from rl_plugins.methods.rollout_replay.groups import NEEDS, Sampled, check_prompts, drawn, pace, planned
 
@@ -81,6 +82,9 @@ class DoraReuse(Method):
                 "`dora_reuse` generates more groups than a batch trains, and this mode takes batches out of a buffer "
                 "of its own. Use a synchronous mode, or verl's own algorithm.filter_groups without this method."
             )
+
+        refuse_no_group(run, "reuse_ratio", self.params.reuse_ratio)
+        refuse_no_group(run, "spare_share", self.params.spare_share)
 
     def start(self, run: Run) -> None:
         self._group_size = run.group_size

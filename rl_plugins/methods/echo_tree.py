@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rl_plugins import Generate, Idle, Method, Program, Prompt, Trajectory, from_params, signals
+from rl_plugins import Generate, Idle, Method, Program, Prompt, Run, Trajectory, from_params, signals
 from rl_plugins.core.requests import BranchOrigin, Generated, Pruned
+from rl_plugins.kit.start_checks import refuse_beyond_completion
 from rl_plugins.methods.echo.controller import Top, branch_at, penalty, prune_at, statistics
 from rl_plugins.methods.echo.params import EchoTreeParams
 
@@ -58,6 +59,11 @@ class EchoTree(Method):
         ),
     )
     Params = EchoTreeParams
+
+    def check(self, run: Run) -> None:
+        if self.params.max_branches > 1:
+            most = run.max_completion_length - 1
+            refuse_beyond_completion(run, "min_depth", self.params.min_depth, "nothing ever branches", most)
 
     def rollout(self, prompt: Prompt) -> Program:
         top_k = self.params.logprob_top_k

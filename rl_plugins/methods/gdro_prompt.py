@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from rl_plugins import Idle, Rollouts, Run, Shape, Tokens, param
+from rl_plugins.kit.start_checks import refuse_one_prompt
 from rl_plugins.methods._gdro.bins import Binned, BinParams
 from rl_plugins.methods._gdro.weights import code_weights, paper_weights, scores, start_scores, update_scores
 
@@ -63,6 +64,10 @@ class GdroPrompt(Binned):
         score_clip: float | None = param(None, "limit of |S|; none: no limit", gt=0, only_if={"weight_form": "paper"})
         zscore: bool = param(False, "standardization of scores over the bins seen so far")
         norm_by_share: bool = param(True, "division of a bin's loss by its share of the batch")
+
+    def check(self, run: Run) -> None:
+        if self.params.weight_form == "code":
+            refuse_one_prompt(run, "its weight, whose mean over the batch is 1, is always 1")
 
     def start(self, run: Run) -> None:
         super().start(run)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_plugins import ConfigError, Idle, MethodError, Plan, Rollouts, Run, Tokens, param
+from rl_plugins.kit.start_checks import refuse_fixed_size, refuse_one_prompt
 from rl_plugins.methods._gdro.bins import Binned, BinParams
 
 Array = NDArray[np.float64]
@@ -46,7 +47,8 @@ class GdroRollout(Binned):
     State: z, mu, and history and bin of every prompt.
 
     Raises:
-        ConfigError: a parameter out of range; the group size is not between n_min and n_max.
+        ConfigError: a parameter out of range; the group size is not between n_min and n_max, or a batch has one
+            prompt.
         MethodError: fewer rollouts than n_min each.
 
     Source: arXiv 2601.19280, equations 13 to 21; verl/trainer/group_dro_grpo.py of the authors' code at b391899b.
@@ -81,11 +83,8 @@ class GdroRollout(Binned):
 
     def check(self, run: Run) -> None:
         p = self.params
-        if not p.n_min <= run.group_size <= p.most(run.group_size):
-            raise ConfigError(
-                f"the group size is {run.group_size}; with `n_min` = {p.n_min} and `n_max` = {p.most(run.group_size)} "
-                f"it must be between them, because the total is fixed. Change these, or the group size."
-            )
+        refuse_fixed_size(run, ("n_min", p.n_min), ("n_max", p.most(run.group_size)))
+        refuse_one_prompt(run, "there is no other prompt to move rollouts to")
 
     def start(self, run: Run) -> None:
         self.check(run)

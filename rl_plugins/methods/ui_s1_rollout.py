@@ -16,6 +16,7 @@ from rl_plugins import (
     MethodParams,
     Program,
     Prompt,
+    Run,
     Trajectory,
     from_params,
     param,
@@ -23,6 +24,7 @@ from rl_plugins import (
 from rl_plugins.core.redundancy import independent
 from rl_plugins.core.requests import Called
 from rl_plugins.kit.prompts import as_messages, as_text
+from rl_plugins.kit.start_checks import refuse_beyond_completion
 from rl_plugins.methods.ui_s1.episode import ExpertStep, SemiOnlineEpisode
 
 Function = Callable[..., Any] | None
@@ -70,6 +72,9 @@ class UiS1Rollout(Method):
         max_steps: int = param(16, "most turns of a task, each a row of the batch", ge=1)
         step_tokens: int | None = param(None, "most tokens of a response; none: the completion length", ge=1)
         timeout: float = param(30.0, "time limit of one call of `match`, in seconds", gt=0)
+
+    def check(self, run: Run) -> None:
+        refuse_beyond_completion(run, "step_tokens", self.params.step_tokens, "this limit has no effect")
 
     def rollout(self, prompt: Prompt) -> Program:
         if prompt.prefix:

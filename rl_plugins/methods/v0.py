@@ -27,6 +27,7 @@ from rl_plugins import (
 )
 from rl_plugins.kit.priors import PriorParams, make_prior
 from rl_plugins.kit.prompt_memory import SuccessParams
+from rl_plugins.kit.start_checks import refuse_fixed_size, refuse_one_prompt
 
 Array = NDArray[np.float64]
 Split = Literal["greedy", "exact", "uniform"]
@@ -59,7 +60,7 @@ class V0(Method):
     State: that of the prior. Draws only choose the context's sample of a large batch.
 
     Raises:
-        ConfigError: min_rollouts > group size.
+        ConfigError: nothing to move: group size not between min_rollouts and max_rollouts, or one prompt in a batch.
         MethodError: a plan too small for min_rollouts each; the prior fails or leaves [0, 1].
 
     Source: arXiv 2602.03584, as read through two independent notes; v0_core/trainer.py of the authors' code for the
@@ -96,11 +97,9 @@ class V0(Method):
 
     def check(self, run: Run) -> None:
         p = self.params
-        if p.allocation != "uniform" and not p.min_rollouts <= run.group_size <= p.max_rollouts:
-            raise ConfigError(
-                f"the group size is {run.group_size}; with rollouts between `min_rollouts` = {p.min_rollouts} and "
-                f"`max_rollouts` = {p.max_rollouts} each, it must lie between them, for the total stays the same."
-            )
+        if p.allocation != "uniform":
+            refuse_fixed_size(run, ("min_rollouts", p.min_rollouts), ("max_rollouts", p.max_rollouts))
+            refuse_one_prompt(run, "there is no other prompt to move rollouts to")
 
     def start(self, run: Run) -> None:
         self.state = self.prior.start(run)

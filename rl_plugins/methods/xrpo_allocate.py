@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_plugins import ConfigError, Idle, Method, MethodParams, Plan, Run, param
+from rl_plugins import Idle, Method, MethodParams, Plan, Run, param
 from rl_plugins.core.rollouts import GroupSoFar
+from rl_plugins.kit.start_checks import refuse_one_prompt, refuse_whole_group
 
 Array = NDArray[np.float64]
 
@@ -35,7 +36,7 @@ class XrpoAllocate(Method):
     State: number of rollouts still to be handed out in the batch.
 
     Raises:
-        ConfigError: n_first > group size, or a group of one.
+        ConfigError: no rollouts above n_first, or one prompt in a batch.
 
     Source: arXiv 2510.06672, as read through third parties: h, Pi, alpha and three phases.
     """
@@ -58,12 +59,10 @@ class XrpoAllocate(Method):
         exploration: float = param(0.05, "weight of the bonus for prompts with few rollouts", ge=0)
 
     def check(self, run: Run) -> None:
-        p = self.params
-        if p.n_first is not None and p.n_first > run.group_size:
-            raise ConfigError(
-                f"the batch has {run.group_size} rollouts per prompt, and `n_first` is {p.n_first}. Raise the group "
-                f"size, or lower `n_first`."
-            )
+        refuse_whole_group(
+            run, "n_first", self._first(run.group_size), "later phases have no rollouts to give", least=2
+        )
+        refuse_one_prompt(run, "there is no other prompt to move rollouts to")
 
     def start(self, run: Run) -> None:
         self.state = {"left": 0}

@@ -63,6 +63,10 @@ class TokenizerChat:
     def eos(self) -> tuple[int, ...]:
         return self._eos
 
+    @property
+    def vocabulary(self) -> int:
+        return len(self.tokenizer)
+
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(as_text(text), add_special_tokens=False))
 

@@ -34,6 +34,7 @@ class CharChat:
     `<TEXT>` and the policy answers behind it."""
 
     eos = (0,)
+    vocabulary = 0x110000
 
     def encode(self, text: str) -> tuple[int, ...]:
         tokens: list[int] = []

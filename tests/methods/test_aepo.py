@@ -401,6 +401,14 @@ def assert_books(engine: TableEngine, rows: Sequence[Trajectory]) -> None:
 # ---- the rollout
 
 
+def test_entropies_are_in_units_of_the_tokenizers_vocabulary() -> None:
+    _, engine, logged = played(vocabulary=None)
+    _, _, given = played(vocabulary=8)
+    assert logged["aepo_rollout/turn_entropy"] == pytest.approx(
+        given["aepo_rollout/turn_entropy"] * math.log(8) / math.log(engine.chat.vocabulary)
+    )
+
+
 def simulate(k: int, m: int, turns: int, params: Any, prompt: Any) -> tuple[list[int | None], int, int]:
     """Where chains branched if all entropies are equal, and how many copies and restarts there were. A loop."""
     rng = prompt.rng("branch")

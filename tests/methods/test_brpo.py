@@ -26,7 +26,7 @@ from rl_plugins.methods.brpo import SCORES, TEMPLATE, Brpo
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.testing import make_rollouts, one_step, start_stack
+from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
 
 GOLDEN = Golden("brpo")
 NAN = math.nan
@@ -34,7 +34,7 @@ NAN = math.nan
 
 def brpo_stack(judge: Any, seed: int = 0, **params: Any) -> MethodStack:
     options = {"judge": judge, "judge_retries": 0, "judge_timeout": NEVER, **params}
-    return start_stack(Brpo(build_params(Brpo.Params, options, "brpo")), seed=seed)
+    return start_stack(Brpo(build_params(Brpo.Params, options, "brpo")), seed=seed, run=make_run(group_size=8))
 
 
 def texts(values: Any, group: Any = None, group_size: int = 4, rewards: Any = None, **changes: Any) -> Rollouts:
@@ -90,7 +90,7 @@ def check_verdicts(case: Case) -> None:
 
         names = {"voting_rounds_each_with_both_orders": "votes", "filter_threshold": "filter_tau"}
         own = dict(judge=judge, judge_retries=0, judge_timeout=5.0, judge_concurrency=1, reference=reference)
-        stack = start_stack(Brpo(case.build(Brpo, names, **own)))
+        stack = start_stack(Brpo(case.build(Brpo, names, **own)), run=make_run(group_size=size))
         decision, logged = step(stack, texts(range(size), group_size=size))
         row_advantages = torch.where(decision.rollouts.kept, decision.row_advantages, 0.0)
         advantages += row_advantages.tolist()

@@ -32,6 +32,9 @@ Distribution = dict[int, float]
 SMALL = {"lookahead": (2, 4), "tau_abs": 0.15, "tau_rel": 0.25, "max_tree_tokens": None, "stop_when_full": False}
 
 
+RUN = make_run(max_completion_length=64)  # a lookahead of 50 fits into it
+
+
 def latr(**params: Any) -> Latr:
     """With all rollouts from the tree, unless told otherwise."""
     values = {"eta": (1.0,), "eta_steps": (0,), **params}
@@ -598,7 +601,7 @@ def test_sampling_in_the_tree_follows_the_model() -> None:
 
 def test_plan_sends_the_share_and_changes_no_count() -> None:
     method = Latr()
-    stack = start_stack(method)
+    stack = start_stack(method, run=RUN)
     for step, eta in ((0, 1.0), (9, 1.0), (10, 0.75), (79, 0.5), (80, 0.25), (200, 0.0), (5000, 0.0)):
         stack.batch = step
         plan = first_plan(stack, [3, 1], 4, 8, 16)
@@ -610,7 +613,9 @@ def test_plan_sends_the_share_and_changes_no_count() -> None:
 
 
 def test_payloads_of_others_stay() -> None:
-    plan = start_stack(Latr()).call("plan", Latr(), Plan((PlanRow(0, 0, 2, payload={"x": 1}),), 2, 2, batch=15))
+    plan = start_stack(Latr(), run=RUN).call(
+        "plan", Latr(), Plan((PlanRow(0, 0, 2, payload={"x": 1}),), 2, 2, batch=15)
+    )
     assert plan.rows[0].payload == {"x": 1, "latr": 0.75}
 
 
@@ -625,8 +630,8 @@ def test_the_update_is_that_of_the_host() -> None:
     """Nothing after generation is touched: advantages are GRPO's, forced tokens are trained like any."""
     rollouts = make_rollouts([1.0, 0.0, 0.0, 1.0, math.nan, 1.0, 0.0, 0.0])
     tokens = make_tokens(rollouts, forced=torch.ones(int(rollouts.length.sum()), dtype=torch.bool))
-    ours = one_step(start_stack(Latr(), run=make_run()), rollouts, tokens)
-    plain = one_step(start_stack(run=make_run()), rollouts, tokens)
+    ours = one_step(start_stack(Latr(), run=RUN), rollouts, tokens)
+    plain = one_step(start_stack(run=RUN), rollouts, tokens)
     assert torch.equal(ours.advantages, plain.advantages) and bool(ours.keep_tokens.all()) and bool(ours.stays.all())
 
 

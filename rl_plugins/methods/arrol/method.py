@@ -11,6 +11,7 @@ import torch
 
 from rl_plugins import Idle, Method, Plan, Rollouts, Run, Tokens, from_params
 from rl_plugins.core.requests import Call, Called, Generate, Generated, Program, Prompt, Trajectory
+from rl_plugins.kit.start_checks import refuse_beyond_completion, refuse_whole_group
 from rl_plugins.methods.arrol import survivors
 from rl_plugins.methods.arrol.head import Calibrator, features_of, fit, quality, with_prompt
 from rl_plugins.methods.arrol.params import ArrolParams
@@ -73,12 +74,13 @@ class Arrol(Method):
 
     # ---- driver
 
+    def check(self, run: Run) -> None:
+        p, why = self.params, "nothing is ever stopped"
+        if p.keep_ratio < 1:
+            refuse_beyond_completion(run, "detect_tokens", p.detect_tokens, why, run.max_completion_length - 1)
+            refuse_whole_group(run, "min_keep", p.min_keep, why)
+
     def start(self, run: Run) -> None:
-        if run.max_completion_length <= self.params.detect_tokens:
-            self.warn(
-                f"`detect_tokens` is {self.params.detect_tokens} and completions have at most "
-                f"{run.max_completion_length} tokens, so nothing is ever stopped. Lower it."
-            )
         none = torch.zeros(0, dtype=torch.float64)
         window = {"features": none.view(0, 0), "label": none, "weight": none, "score": none}
         self.state = {"head": None, "moments": None, **window}

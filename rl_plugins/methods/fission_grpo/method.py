@@ -27,6 +27,7 @@ from rl_plugins import (
 from rl_plugins.core.errors import shown
 from rl_plugins.kit.prompts import as_messages, as_text
 from rl_plugins.kit.services import Failure, NotAsked, Service, failures
+from rl_plugins.kit.start_checks import refuse_no_group, refuse_one_prompt
 from rl_plugins.methods.fission_grpo.calls import GENERIC, as_calls, leaks, read_calls, simulate
 from rl_plugins.methods.fission_grpo.params import FissionParams
 
@@ -89,6 +90,9 @@ class FissionGrpo(Method):
                 f"`correctness` is {name!r}, and the reward functions are {', '.join(run.reward_names)}. Name one of "
                 f"them, or none for the total reward."
             )
+        refuse_no_group(run, "share", self.params.share, self.params.group_size)
+        if self.params.share < 1:
+            refuse_one_prompt(run, "recoveries would replace all of the batch; `share: 1` allows that")
 
     def start(self, run: Run) -> None:
         p = self.params

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rl_plugins import Generate, Idle, Method, Plan, Program, Prompt, from_params
+from rl_plugins import ConfigError, Generate, Idle, Method, Plan, Program, Prompt, Run, from_params
+from rl_plugins.core.params import has_effect
 from rl_plugins.core.requests import BranchOrigin
+from rl_plugins.kit.start_checks import refuse_beyond_completion
 from rl_plugins.methods.latr.params import LatrParams
 from rl_plugins.methods.latr.tree import grow
 
@@ -38,7 +40,8 @@ class Latr(Method):
     corrections by its log-probs are refused.
 
     Raises:
-        ConfigError: a parameter out of range, `eta` and `eta_steps` that do not fit.
+        ConfigError: a parameter out of range, `eta` and `eta_steps` that do not fit; a lookahead that no branch
+            reaches, shares that make no tree of two rows.
         MethodError: the engine does not report the most likely tokens.
 
     Source: arXiv 2510.24302; model/generation.py, sample_filter.py, metrics.py, utils.py of the authors' code, 2adb0ed.
@@ -54,6 +57,17 @@ class Latr(Method):
         Idle({"branches": 1}, "no tree branched: its rollouts are copies of one. Lower `tau_abs` or raise `tau_rel`."),
     )
     Params = LatrParams
+
+    def check(self, run: Run) -> None:
+        p, length = self.params, run.max_completion_length
+        if has_effect(p, "lookahead"):
+            why = "no branch becomes as old in the tree"
+            refuse_beyond_completion(run, "lookahead", max(p.lookahead), why, min(length, p.max_tree_tokens or length))
+        if max(p.eta) > 0 and round(run.group_size * max(p.eta)) < 2:
+            raise ConfigError(
+                f"the largest share of `eta` is {max(p.eta):g}, which is {round(run.group_size * max(p.eta))} of the "
+                f"{run.group_size} rollouts of a prompt, and a tree branches from 2 on. Raise it, or the group size."
+            )
 
     def plan(self, plan: Plan) -> Plan:
         eta = self.params.eta_at(plan.batch)

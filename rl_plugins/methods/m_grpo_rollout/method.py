@@ -17,6 +17,7 @@ from rl_plugins import (
     Program,
     Prompt,
     Rollouts,
+    Run,
     Trajectory,
     from_params,
     signals,
@@ -25,6 +26,7 @@ from rl_plugins.core.errors import shown
 from rl_plugins.core.redundancy import independent
 from rl_plugins.core.requests import Called
 from rl_plugins.kit.agents import Episode, Observation, generate, go_on
+from rl_plugins.kit.start_checks import refuse_beyond_completion
 from rl_plugins.kit.texts import between
 from rl_plugins.methods.m_grpo_rollout.params import MGrpoRolloutParams
 from rl_plugins.methods.m_grpo_rollout.team import Team
@@ -99,6 +101,9 @@ class MGrpoRollout(Method):
             return None
         invalid = tensor([float(v) for v in rollouts.meta["invalid"]], dtype=rollouts.reward.dtype)
         return rollouts.reward - self.params.invalid_penalty * invalid
+
+    def check(self, run: Run) -> None:
+        refuse_beyond_completion(run, "sub_tokens", self.params.sub_tokens, "this limit has no effect")
 
     def rollout(self, prompt: Prompt) -> Program:
         return (yield from independent(prompt, lambda k: self._one(prompt, k)))

@@ -11,6 +11,7 @@ from torch import Tensor
 from rl_plugins import Groups, Idle, Method, MethodParams, from_params, param, signals
 from rl_plugins.core.params import below
 from rl_plugins.core.rollouts import Plan, Rollouts, Run, Tokens
+from rl_plugins.kit.start_checks import refuse_no_group
 from rl_plugins.methods.rollout_replay.buffer import Buffer
 from rl_plugins.methods.rollout_replay.groups import NEEDS, Sampled, check_prompts, drawn, pace, planned
 
@@ -75,6 +76,9 @@ class RolloutReplay(Method):
         start_batch: int = param(2, "first batch with replay, from 0", ge=1, only_if=REPLAYS)
 
     _group_size = 0
+
+    def check(self, run: Run) -> None:
+        refuse_no_group(run, "fresh_share", 1 - self.params.fresh_share)
 
     def start(self, run: Run) -> None:
         self._group_size = run.group_size

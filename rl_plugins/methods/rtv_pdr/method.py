@@ -9,11 +9,12 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins import Idle, Method, from_params, signals
+from rl_plugins import Idle, Method, Run, from_params, signals
 from rl_plugins.core.requests import Call, Generate, Generated, Program, Prompt, Score, Trajectory, together
 from rl_plugins.kit.agents import play
 from rl_plugins.kit.prompts import as_messages, as_text
 from rl_plugins.kit.services import fill, prompt_text, with_task
+from rl_plugins.kit.start_checks import refuse_beyond_completion
 from rl_plugins.methods.rtv_pdr import texts
 from rl_plugins.methods.rtv_pdr.params import RtvPdrParams
 from rl_plugins.methods.rtv_pdr.tournament import Group, Vote, orders, preferred, rtv_rounds
@@ -73,6 +74,9 @@ class RtvPdr(Method):
     )
     idle = (Idle({"refined": 0}, "no prompt was hard enough for another wave. Raise `hard_below`."),)
     Params = RtvPdrParams
+
+    def check(self, run: Run) -> None:
+        refuse_beyond_completion(run, "turn_tokens", self.params.turn_tokens, "this limit has no effect")
 
     def rollout(self, prompt: Prompt) -> Program:
         p = self.params

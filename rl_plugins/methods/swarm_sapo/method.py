@@ -14,6 +14,7 @@ from rl_plugins import ConfigError, Idle, Method, MethodParams, from_params, sig
 from rl_plugins.core.requests import Chat
 from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Rollouts, Run, Shape, Tokens
 from rl_plugins.kit.services import media_of
+from rl_plugins.kit.start_checks import refuse_one_prompt
 from rl_plugins.methods.swarm_sapo.choice import chosen
 from rl_plugins.methods.swarm_sapo.exchange import Exchange, open_exchange
 from rl_plugins.methods.swarm_sapo.mailbox import Mailbox, within
@@ -127,6 +128,8 @@ class SwarmSapo(Method):
                 f"`spare_groups` is {p.spare_groups}, and this mode takes batches out of a buffer that counts groups, "
                 f"so there are exactly `external_groups` candidates. Remove spare_groups, or use a synchronous mode."
             )
+        if p.external_groups:
+            refuse_one_prompt(run, "no group of another node has room beside it")
         if p.transport is None:
             open_exchange(p.exchange, p.key_env)
         schema_of(run, p.prompt_column)

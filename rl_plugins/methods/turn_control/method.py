@@ -13,6 +13,7 @@ import torch
 from rl_plugins import Call, Method, Program, Prompt, Trajectory
 from rl_plugins.core.rollouts import Plan, Rollouts, Run, Shape, Tokens
 from rl_plugins.kit.agents import Episode, Opened, episodes, finish, go_on, turn
+from rl_plugins.kit.start_checks import refuse_beyond_completion
 from rl_plugins.methods.turn_control.params import TurnControlParams
 
 CUT = ("limit", "extended_limit", "length", "aborted")  # the agent would have gone on
@@ -68,6 +69,9 @@ class TurnControl(Method):
     Params = TurnControlParams
 
     # ---- the driver: limits
+
+    def check(self, run: Run) -> None:
+        refuse_beyond_completion(run, "turn_tokens", self.params.turn_tokens, "this limit has no effect")
 
     def start(self, run: Run) -> None:
         if self.params.how != "off":
