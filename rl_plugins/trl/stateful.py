@@ -31,21 +31,16 @@ class StatefulMixin(_Host):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        if not self.methods or not self._methods_callback.is_checkpoint(output_dir):
+        if not self.methods:
             super().save_model(output_dir, *args, **kwargs)
             return
-        assert output_dir is not None
-        self._methods_callback.save_begins(output_dir)
-        super().save_model(output_dir, *args, **kwargs)
-        if self.args.save_only_model:
-            self._methods_callback.write_state(output_dir)
-
-    def _save(self, *args: Any, **kwargs: Any) -> None:
-        if not self.methods:
-            super()._save(*args, **kwargs)
-            return
+        checkpoint = output_dir if self._methods_callback.is_checkpoint(output_dir) else None
+        if checkpoint is not None:
+            self._methods_callback.save_begins(checkpoint)
         with changed(self.args, method_params=as_names(self.args.method_params)):  # the arguments are saved, too
-            super()._save(*args, **kwargs)
+            super().save_model(output_dir, *args, **kwargs)
+        if checkpoint is not None and self.args.save_only_model:
+            self._methods_callback.write_state(checkpoint)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """The last of the host's files in a checkpoint, but for the one that says that it is whole."""

@@ -66,7 +66,7 @@ CHANGES: tuple[Change, ...] = (
         "costs.install",
     ),
     Change(
-        "agent-loop workers: `_compute_score` and `_agent_loop_postprocess` of the worker, wrapped",
+        "agent-loop workers: `_compute_score` of the worker, wrapped",
         "a reward of None is NaN, and one that raises ends the run or leaves the row without one",
         METHODS,
         "none",

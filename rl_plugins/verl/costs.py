@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rl_plugins.core.requests import Trajectory
 from rl_plugins.runtime.costs import Costs, Meter, Spell, total
 from rl_plugins.runtime.programs import Running
-from rl_plugins.verl.processes import ask
+from rl_plugins.verl.processes import ask, wrap
 
 if TYPE_CHECKING:
     from rl_plugins.verl.host import LLMClient
@@ -32,6 +32,11 @@ class LoopUnderWay:
 
     def __init__(self) -> None:
         self.program = self.begun = False
+
+
+def in_training() -> bool:
+    """Whether the agent loop that is running makes rows of training; in validation it does not."""
+    return _loop.get() is not None
 
 
 METER = Meter()
@@ -93,22 +98,28 @@ def install(worker: Any) -> None:
     if isinstance(worker.llm_client, CountedClient):
         return
     worker.llm_client = counted(worker.llm_client)
-    host, after = worker._run_agent_loop, worker._agent_loop_postprocess
 
-    async def run_agent_loop(sampling_params: Any, trajectory: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        token = _loop.set(None if trajectory["validate"] else LoopUnderWay())
-        try:
-            return await host(sampling_params, trajectory, *args, **kwargs)
-        finally:
-            _loop.reset(token)
+    def looped(host: Any) -> Any:
+        async def run_agent_loop(sampling_params: Any, trajectory: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+            token = _loop.set(None if trajectory["validate"] else LoopUnderWay())
+            try:
+                return await host(sampling_params, trajectory, *args, **kwargs)
+            finally:
+                _loop.reset(token)
 
-    async def postprocess(output: Any, *args: Any, **kwargs: Any) -> Any:
-        loop = _loop.get()
-        if loop is not None and loop.begun and not loop.program and isinstance(output, list):
-            METER.costs.rows_made += len(output) - 1  # a loop of verl that makes several rows
-        return await after(output, *args, **kwargs)
+        return run_agent_loop
 
-    worker._run_agent_loop, worker._agent_loop_postprocess = run_agent_loop, postprocess
+    def processed(after: Any) -> Any:
+        async def postprocess(output: Any, *args: Any, **kwargs: Any) -> Any:
+            loop = _loop.get()
+            if loop is not None and loop.begun and not loop.program and isinstance(output, list):
+                METER.costs.rows_made += len(output) - 1  # a loop of verl that makes several rows
+            return await after(output, *args, **kwargs)
+
+        return postprocess
+
+    wrap(worker, "_run_agent_loop", looped)
+    wrap(worker, "_agent_loop_postprocess", processed)
 
 
 def take(worker: Any) -> tuple[Costs, list[Spell]]:

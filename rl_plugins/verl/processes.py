@@ -35,6 +35,11 @@ def ask(workers: Sequence[Any], function: Callable[..., Any], *args: Any) -> lis
     return answers
 
 
+def wrap(worker: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Runs in a worker: its method `name` becomes what `make` makes of it."""
+    setattr(worker, name, make(getattr(worker, name)))
+
+
 def confirm(stack: MethodStack, workers: Mapping[str, Sequence[Any]]) -> str:
     """Asks every worker for its methods and compares them with the driver's.
 

@@ -4,16 +4,15 @@ a reward. verl alone keeps a row with None without its column, and goes on witho
 from __future__ import annotations
 
 import math
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.core.errors import shortened
 from rl_plugins.runtime.reward_errors import MASK
+from rl_plugins.verl import costs
+from rl_plugins.verl.processes import wrap
 
 if TYPE_CHECKING:
     from rl_plugins.verl.host import Output
-
-_validates: ContextVar[bool] = ContextVar("rl_plugins_validates", default=False)
 
 
 def install(worker: Any, on_error: str) -> None:
@@ -22,29 +21,24 @@ def install(worker: Any, on_error: str) -> None:
     Args:
         on_error: see `rl_plugins.runtime.reward_errors`.
     """
-    score, after = worker._compute_score, worker._agent_loop_postprocess
 
-    async def compute_score(outputs: list[Output], *args: Any, **kwargs: Any) -> None:
-        last = outputs[-1]
-        try:
-            await score(outputs, *args, **kwargs)
-        except Exception as e:
-            if on_error != MASK:
-                told = f"The reward function raised {type(e).__name__}: {shortened(e, 2000)}"
-                way = f"Mend it, or set +rl_plugins.on_reward_error={MASK}, with which such a row has no reward."
-                worker.rl_plugins_errors = [*getattr(worker, "rl_plugins_errors", ()), f"{told}\n{way}"]
-                raise
-            last.extra_fields["reward_extra_info"] = {}
-        if last.reward_score is None and worker.reward_loop_worker_handles is not None:
-            last.reward_score = math.nan
-        if _validates.get() and last.reward_score is not None and math.isnan(last.reward_score):
-            last.reward_score = 0.0  # verl's means of validation know no rows without a reward
+    def make(score: Any) -> Any:
+        async def compute_score(outputs: list[Output], *args: Any, **kwargs: Any) -> None:
+            last = outputs[-1]
+            try:
+                await score(outputs, *args, **kwargs)
+            except Exception as e:
+                if on_error != MASK:
+                    told = f"The reward function raised {type(e).__name__}: {shortened(e, 2000)}"
+                    way = f"Mend it, or set +rl_plugins.on_reward_error={MASK}, with which such a row has no reward."
+                    worker.rl_plugins_errors = [*getattr(worker, "rl_plugins_errors", ()), f"{told}\n{way}"]
+                    raise
+                last.extra_fields["reward_extra_info"] = {}
+            if last.reward_score is None and worker.reward_loop_worker_handles is not None:
+                last.reward_score = math.nan
+            if not costs.in_training() and last.reward_score is not None and math.isnan(last.reward_score):
+                last.reward_score = 0.0  # verl's means of validation know no rows without a reward
 
-    async def postprocess(output: Any, validate: bool, *args: Any, **kwargs: Any) -> Any:
-        token = _validates.set(validate)
-        try:
-            return await after(output, validate, *args, **kwargs)
-        finally:
-            _validates.reset(token)
+        return compute_score
 
-    worker._compute_score, worker._agent_loop_postprocess = compute_score, postprocess
+    wrap(worker, "_compute_score", make)

@@ -14,7 +14,7 @@ from messages import raises
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.lab.demo.policy import build_tokenizer
-from rl_plugins.verl import scores
+from rl_plugins.verl import costs, scores
 from rl_plugins.verl.config import compose, read_settings
 from rl_plugins.verl.processes import program_errors
 
@@ -94,26 +94,28 @@ class Worker:
         outputs[-1].reward_score = self.answer
         outputs[-1].extra_fields["reward_extra_info"] = {"acc": self.answer}
 
-    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-        await self._compute_score([output], kwargs=kwargs)
 
-
-def scored(answer: Any, on_error: str = "stop", validate: bool = False) -> tuple[float, Worker]:
+def scored(answer: Any, on_error: str = "stop", validate: bool = False) -> float:
     worker, output = Worker(answer), SimpleNamespace(reward_score=None, extra_fields={})
     scores.install(worker, on_error)
-    asyncio.run(worker._agent_loop_postprocess(output, validate))
+
+    async def loop() -> None:
+        costs._loop.set(None if validate else costs.LoopUnderWay())
+        await worker._compute_score([output], kwargs={})
+
+    asyncio.run(loop())
     assert "reward_extra_info" in output.extra_fields
-    return output.reward_score, worker
+    return output.reward_score
 
 
 def test_none_is_no_reward_and_an_exception_ends_the_run_or_is_no_reward() -> None:
-    assert scored(0.5)[0] == 0.5
+    assert scored(0.5) == 0.5
     for answer, on_error in ((None, "stop"), (float("nan"), "stop"), (ValueError("no"), "mask")):
-        assert math.isnan(scored(answer, on_error)[0]) and scored(answer, on_error, validate=True)[0] == 0.0
+        assert math.isnan(scored(answer, on_error)) and scored(answer, on_error, validate=True) == 0.0
     worker = Worker(ValueError("no"))
     scores.install(worker, "stop")
     with pytest.raises(ValueError):
-        asyncio.run(worker._agent_loop_postprocess(SimpleNamespace(reward_score=None, extra_fields={}), False))
+        asyncio.run(worker._compute_score([SimpleNamespace(reward_score=None, extra_fields={})], kwargs={}))
     (told,) = program_errors(worker)  # what the driver asks for
     assert "ValueError: no" in told and "on_reward_error" in told
 
