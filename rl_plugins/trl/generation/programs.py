@@ -8,6 +8,7 @@ from typing import Any
 
 from rl_plugins.core.requests import Prompt, Trajectory, Turn
 from rl_plugins.core.rollouts import PlanRow
+from rl_plugins.runtime.decide import check_made
 from rl_plugins.runtime.plan import split_plan
 from rl_plugins.runtime.programs import Running, given_trajectory, run
 from rl_plugins.runtime.ranks import gather, on_driver, rows_each, to_owners
@@ -21,7 +22,9 @@ from rl_plugins.trl.host import DatasetRow, HostTrainer, Trainer, tokenizer_of
 def work_of_programs(trainer: Trainer, prompts: Prompts) -> Work:
     """The rows that programs made of the plan."""
     plan = on_driver(trainer.accelerator, lambda: planned(trainer, prompts))
-    return made_already(trainer, prompts, run_programs(trainer, plan, prompts.row))
+    rows = run_programs(trainer, plan, prompts.row)
+    check_made(trainer.methods, len(rows))
+    return made_already(trainer, prompts, rows)
 
 
 def run_programs(

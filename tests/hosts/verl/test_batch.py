@@ -117,6 +117,18 @@ def run(
     return selected, before, mine.decide_advantages(selected.batch, selected)
 
 
+def test_a_program_that_makes_no_row_at_all_is_named(queue: MemoryQueue) -> None:
+    class Nothing(probes.Probe):
+        name = "nothing"
+
+        def rollout(self, prompt):
+            yield []
+            return []
+
+    with pytest.raises(MethodError, match="`nothing` returned something illegal from `rollout`: no rollout"):
+        run(queue, {}, stack=MethodStack([Nothing()]))
+
+
 def test_notes_are_fetched_once(queue: MemoryQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold all completions a plan gives."""
     asked: list[str] = []
