@@ -129,7 +129,7 @@ def test_defaults_fit_a_run_of_usual_size():
         ("v0", {"allocation": "uniform"}, rows(1)),
         ("arrol", {"keep_ratio": 1.0}, longest(16)),
         ("latr", {"tau_ed": None, "stop_when_full": False}, longest(16)),
-        ("latr", {"eta": [0.0], "eta_steps": [0], "lookahead": [2]}, {}),
+        ("latr", {"eta": [0.0], "eta_steps": [0]}, longest(16)),
         ("echo_tree", {"max_branches": 1}, longest(2)),
         ("dora_data", {}, longest(16)),
         ("swarm_sapo", {**SWARM, "external_groups": 0}, rows(1)),

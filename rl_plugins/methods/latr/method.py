@@ -60,10 +60,12 @@ class Latr(Method):
 
     def check(self, run: Run) -> None:
         p, length = self.params, run.max_completion_length
+        if max(p.eta) == 0:  # no tree
+            return
         if has_effect(p, "lookahead"):
             why = "no branch becomes as old in the tree"
             refuse_beyond_completion(run, "lookahead", max(p.lookahead), why, min(length, p.max_tree_tokens or length))
-        if max(p.eta) > 0 and round(run.group_size * max(p.eta)) < 2:
+        if round(run.group_size * max(p.eta)) < 2:
             raise ConfigError(
                 f"the largest share of `eta` is {max(p.eta):g}, which is {round(run.group_size * max(p.eta))} of the "
                 f"{run.group_size} rollouts of a prompt, and a tree branches from 2 on. Raise it, or the group size."

@@ -35,7 +35,9 @@ def test_latr_on_answers_of_two_tokens_with_equal_rewards(tmp_path, caplog):
     def equal(completion_ids: Any = None, **kwargs: Any) -> list[float]:
         return [1.0] * len(completion_ids)
 
-    trainer, warned = run(tmp_path, caplog, ["latr"], BATCHES + 1, reward=equal, temperature=0.1)
+    params = {"latr": {"lookahead": [1]}}
+    options = dict(reward=equal, temperature=0.1, method_params=params)
+    trainer, warned = run(tmp_path, caplog, ["latr"], BATCHES + 1, **options)
     assert history(trainer, "latr/copies")[:BATCHES] == [0.75] * BATCHES
     assert history(trainer, "frac_reward_zero_std")[:BATCHES] == [1.0] * BATCHES
     assert not any(warned[: BATCHES - 1]) and not warned[BATCHES]
