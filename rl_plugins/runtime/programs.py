@@ -134,8 +134,12 @@ class Running:
         return True
 
     def close(self) -> None:
-        """Ends the program, so that its `finally` blocks run."""
-        self._program.close()
+        """Ends the program, so that its `finally` blocks run.
+
+        Raises:
+            MethodError: one of them raised or exited, or yields.
+        """
+        self._placed(self._program.close)
 
     def _advance(self, answer: Any) -> None:
         while True:

@@ -15,6 +15,7 @@ from rl_plugins.core.errors import ConfigError, MethodError, StateError
 from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.method import HOOKS, Method, from_params
 from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.requests import Generate
 from rl_plugins.core.rollouts import Shape
 from rl_plugins.methods.latr import Latr
 from rl_plugins.runtime import registry
@@ -218,6 +219,20 @@ def test_a_program_may_leave_out_prompts_and_not_all_of_a_batch() -> None:
     nothing = {"name": "nothing", "rollout": lambda self, prompt: hooks.program(returns=())(self, prompt)}
     with pytest.raises(AssertionError, match="returns no rollout for any prompt"):
         testing.check_method(type("Nothing", (Method,), nothing))
+
+
+@pytest.mark.parametrize("error", sorted(set(hooks.ERRORS) - {"KeyboardInterrupt", "GeneratorExit"}))
+def test_whatever_a_program_does_when_it_is_closed_is_named(error: str) -> None:
+    def rollout(self: Method, prompt: Any) -> Any:
+        try:
+            yield Generate(prompt.start())
+        finally:
+            raise hooks.ERRORS[error]()
+
+    method = hooks.bad("rollout", rollout).methods[0]
+    program = Running(method, make_prompt(hooks.Chat(), "x"))
+    with pytest.raises(MethodError, match="`bad` failed in `rollout`"):
+        program.close()
 
 
 def test_legal_programs_stay_far_below_the_limit() -> None:
