@@ -13,6 +13,7 @@ from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing.data import make_run
 
 ENVIRONMENT = "rl_plugins.lab.demo.environments.calculator:Calculator"
+JUDGE = "rl_plugins.lab.demo.judges:digits"
 SWARM = {"exchange": "/tmp/swarm", "node": "me"}
 
 
@@ -46,6 +47,8 @@ CASES = {
     "turns of rtv_pdr": ("rtv_pdr", {"turn_tokens": 17, "environment": ENVIRONMENT}, longest(16), longest(17)),
     "answers of sub-agents": ("m_grpo_rollout", {"sub_tokens": 17}, longest(16), longest(17)),
     "turns of ui_s1_rollout": ("ui_s1_rollout", {"step_tokens": 17}, longest(16), longest(17)),
+    "scope has one step": ("scope", {"prm": JUDGE, "min_step": 16}, longest(16), longest(17)),
+    "blocks of ass": ("ass", {"blocks": 17}, longest(16), longest(17)),
     "steps of sol_rl_explore": ("sol_rl_explore", {"steps": 9}, longest(8), longest(9)),
     # rollouts and the group size
     "aepo_rollout begins all": ("aepo_rollout", {"initial_rollouts": 8}, group(8), group(9)),
@@ -63,7 +66,7 @@ CASES = {
     "dart_rollouts takes none away": ("dart_rollouts", {"n_min": 4}, group(4), group(5)),
     "dars has no room": ("dars", {"n_first": 5}, group(4), group(5)),
     "grpo_roc keeps more than there are": ("grpo_roc", {"min_wrong": 3}, group(4), group(5)),
-    "brpo compares with nobody": ("brpo", {"judge": "rl_plugins.lab.demo.judges:digits", "reference": 4}, group(4),
+    "brpo compares with nobody": ("brpo", {"judge": JUDGE, "reference": 4}, group(4),
                                   group(5)),
     "branch_text_rollout has few leaves": ("branch_text_rollout", {"places": [0]}, group(3), group(2)),
     # prompts of a batch

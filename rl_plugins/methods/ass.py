@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rl_plugins import Method, MethodParams, Run, from_params, param
+from rl_plugins.kit.start_checks import refuse_beyond_completion
 from rl_plugins.methods.mdlm import refuse_verl
 
 
@@ -38,3 +39,4 @@ class Ass(Method):
 
     def check(self, run: Run) -> None:
         refuse_verl(self.name, run)
+        refuse_beyond_completion(run, "blocks", self.params.blocks, "some blocks have no token")

@@ -13,8 +13,9 @@ from torch import Tensor
 from rl_plugins import ConfigError, Idle, Method, MethodParams, from_params, ppo_clip
 from rl_plugins.core.losses import Live
 from rl_plugins.core.requests import Call, Called, Generate, Generated, Program, Prompt, Score, Scored, Trajectory
-from rl_plugins.core.rollouts import Rollouts, Shape, Terms, Tokens
+from rl_plugins.core.rollouts import Rollouts, Run, Shape, Terms, Tokens
 from rl_plugins.kit.prompts import appended, as_text
+from rl_plugins.kit.start_checks import refuse_beyond_completion
 from rl_plugins.methods.scope.params import ScopeParams
 from rl_plugins.methods.scope.steps import checked_scores, first_wrong, split_steps, tokens_before
 
@@ -83,6 +84,11 @@ class Scope(Method):
             )
 
     # ---- generation
+
+    def check(self, run: Run) -> None:
+        p, most = self.params, run.max_completion_length - 1
+        if p.min_prefix > 0:
+            refuse_beyond_completion(run, "min_step", p.min_step, "a whole rollout is one wrong reasoning step", most)
 
     def rollout(self, prompt: Prompt) -> Program:
         p = self.params
