@@ -55,7 +55,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 }
 
 # Test files that tests of these import from.
-IMPORTED = ("test_turn_limits",)
+IMPORTED = ("test_side_by_side", "test_turn_limits")
 
 # Lines that are nothing but text: a mutated word of a message tells nothing about the tests.
 TEXT = r"""^\s*(rf?|fr?)?"[^"]* [^"]*"[,)]*$"""
@@ -113,7 +113,7 @@ def sources(module: str) -> dict[str, bytes]:
     """Every file a run needs -> its content. The module's own mutants are asked of its own tests only."""
     found = [p for p in (ROOT / "rl_plugins").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     found += [p for p in (ROOT / "tests").glob("*.py") if not p.name.startswith("test_")]
-    found += [ROOT / "tests" / f"{name}.py" for name in (*TESTS[module], *IMPORTED)]
+    found += [ROOT / "tests" / f"{name}.py" for name in {*TESTS[module], *IMPORTED}]
     found += list((ROOT / "tests" / "plugin_package").rglob("*.py"))
     files = {str(p.relative_to(ROOT)): p.read_bytes() for p in found}
     files["tests/conftest.py"] += HYPOTHESIS.encode()
