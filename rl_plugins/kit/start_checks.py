@@ -61,17 +61,20 @@ def refuse_one_prompt(run: Run, why: str) -> None:
         )
 
 
-def refuse_no_group(run: Run, option: str, share: float, size: int | None = None) -> None:
+def refuse_no_group(run: Run, given: str, share: float, use: str, size: int | None = None) -> None:
     """Refuses a share of a batch's rows, above 0, that is less than one group.
 
     Args:
+        given: option and value.
+        use: what becomes of these rows.
         size: rollouts of such a group; None: as many as the run has of a prompt.
     """
     size = size or run.group_size
-    if run.batch_prompts is None or run.batch_rows is None or share == 0 or int(share * run.batch_rows + 1e-6) >= size:
+    if run.batch_prompts is None or run.batch_rows is None or share == 0:
         return
-    raise ConfigError(
-        f"`{option}` makes a share of {share:g}. Of the {run.batch_rows} rows of a batch these are "
-        f"{int(share * run.batch_rows + 1e-6)}, less than one group of {size}, so it is always 0 groups. A share from "
-        f"{size / run.batch_rows:.3g} is one; or make the batch larger."
-    )
+    rows = int(share * run.batch_rows + 1e-6)
+    if rows < size:
+        raise ConfigError(
+            f"{given}, so {rows} of the {run.batch_rows} rows of a batch are {use}: less than one group of {size}, "
+            f"which makes none. Change it, or make the batch larger."
+        )

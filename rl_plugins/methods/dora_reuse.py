@@ -83,8 +83,9 @@ class DoraReuse(Method):
                 "of its own. Use a synchronous mode, or verl's own algorithm.filter_groups without this method."
             )
 
-        refuse_no_group(run, "reuse_ratio", self.params.reuse_ratio)
-        refuse_no_group(run, "spare_share", self.params.spare_share)
+        reused, spare = self.params.reuse_ratio, self.params.spare_share
+        refuse_no_group(run, f"`reuse_ratio` is {reused:g}", reused, "reused")
+        refuse_no_group(run, f"`spare_share` is {spare:g}", spare, "made in addition")
 
     def start(self, run: Run) -> None:
         self._group_size = run.group_size

@@ -90,8 +90,9 @@ class FissionGrpo(Method):
                 f"`correctness` is {name!r}, and the reward functions are {', '.join(run.reward_names)}. Name one of "
                 f"them, or none for the total reward."
             )
-        refuse_no_group(run, "share", self.params.share, self.params.group_size)
-        if self.params.share < 1:
+        p = self.params
+        refuse_no_group(run, f"`share` is {p.share:g}", p.share, "for recovery", p.group_size)
+        if p.share < 1:
             refuse_one_prompt(run, "recoveries would replace all of the batch; `share: 1` allows that")
 
     def start(self, run: Run) -> None:

@@ -78,7 +78,8 @@ class RolloutReplay(Method):
     _group_size = 0
 
     def check(self, run: Run) -> None:
-        refuse_no_group(run, "fresh_share", 1 - self.params.fresh_share)
+        fresh = self.params.fresh_share
+        refuse_no_group(run, f"`fresh_share` is {fresh:g}", 1 - fresh, "replayed")
 
     def start(self, run: Run) -> None:
         self._group_size = run.group_size

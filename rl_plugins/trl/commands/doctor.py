@@ -68,7 +68,8 @@ def print_run(argv: Sequence[str], world_size: int | None, masked: bool = False)
     lines: list[str] = []
     with told(lines):
         options = _check(stack, known)
-    found.problems.extend("\n".join(lines).splitlines())
+    refused = "\n".join(lines).splitlines()
+    found.problems.extend(refused)
     if stack:
         print(f"\n{preflight.render_table(stack, options)}")
     elif not arguments.methods:
@@ -76,7 +77,7 @@ def print_run(argv: Sequence[str], world_size: int | None, masked: bool = False)
     if idle := capabilities.without_effect(stack, known.args):
         print(f"  host options without effect: {', '.join(idle)}")
     print("\nOne generation batch")
-    for what, text in _batch(stack, known, processes, found):
+    for what, text in _batch(stack, known, processes, found, plans=not refused):
         print(f"  {what:<18}{text}")
     if found.notes:
         print("\nNotes")
@@ -194,14 +195,18 @@ def dataset_of(args: GRPOConfig, script_args: Any, dataset_args: Any, found: Fin
 
 
 def _batch(
-    stack: MethodStack, known: capabilities.KnownRun, processes: int, found: Findings
+    stack: MethodStack, known: capabilities.KnownRun, processes: int, found: Findings, plans: bool
 ) -> Iterator[tuple[str, str]]:
-    """The plan in words and numbers; adds a problem if a method refuses to plan."""
+    """The plan in words and numbers; adds a problem if a method refuses to plan.
+
+    Args:
+        plans: methods are asked; not if the pre-flight check has refused them.
+    """
     a = known.args
     rows, group = a.generation_batch_size, a.num_generations
     plan, stages = None, list[tuple[str, str]]()
     try:
-        plan = _first_plan(stack, known)
+        plan = _first_plan(stack, known) if plans else None
         if plan is not None:
             stages = list(stage_lines(stack, lambda: _plan(stack, known), rows))
     except RLPluginsError as e:
