@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from rl_plugins.commands.cli import app
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import claim
 from rl_plugins.lab.compare import comparison, report
 from rl_plugins.lab.compare.attribution import Cube, attributed, table
 from rl_plugins.lab.compare.comparison import RunOptions
@@ -110,6 +111,7 @@ def test_one_seed_has_no_interval_and_a_missing_metric_is_told(tmp_path):
 
 
 def test_the_command_prints_it_after_the_runs(tmp_path, monkeypatch, capsys):
+    claim(tmp_path / "out", "compare")
     planned = logged(tmp_path)
     monkeypatch.setattr(comparison, "run_all", lambda *_: 1.0)  # all were finished
     comparison.run(planned, ["reward"], RunOptions(planned.out), console=Console(width=120), cube=CUBE)

@@ -125,7 +125,7 @@ def test_the_config_that_info_shows_takes_effect_in_trl(name):
         bf16=False,
         methods=list(usage.methods),
         method_params={k: dict(v) for k, v in usage.params.items()},
-        **{"per_device_train_batch_size": size, **options},
+        **{"per_device_train_batch_size": size, "max_completion_length": 1024, **options},
     )
     known = capabilities.KnownRun(args, data, len(data), ("correctness", "format", "length"))
     offered = masked_capabilities(capabilities.trl_capabilities(stack, known), stack, args) if usage.masked else None

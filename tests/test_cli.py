@@ -265,7 +265,9 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
         data.column_names = ["prompt", *(n.partition(":")[2] for n in stack.needs if n.startswith("column:"))]
         rows = {"per_device_train_batch_size": 512}  # room for the rows of every agent
         kind = MaskedGRPOConfig if masked else GRPOConfig
-        args = kind(use_cpu=True, bf16=False, beta=0.1, num_iterations=2, loss_type="dapo", **rows)
+        args = kind(
+            use_cpu=True, bf16=False, beta=0.1, num_iterations=2, loss_type="dapo", max_completion_length=1024, **rows
+        )
         problem = ""
         turns = "turns" in stack.needs and not stack.claims["rollout"]  # of the trainer's own tools then
         try:

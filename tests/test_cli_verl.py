@@ -504,6 +504,7 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
     actor = ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.ppo_epochs=2"]
     rollout = ["actor_rollout_ref.rollout.name=hf_cpu", "actor_rollout_ref.rollout.n=8"]
     run = [line for line in RUN[:6] if not line.startswith("actor_rollout_ref.rollout.n=")]
+    run.append("data.max_response_length=1024")
     config = compose([*run, *actor, *rollout])
     queued = compose([*RUN[:6], "trainer.v1.trainer_mode=rl_plugins_colocate_async"])
     for name in registry.all_names():

@@ -273,9 +273,11 @@ def test_what_a_language_model_writes_can_be_written_to_a_file(tmp_path) -> None
         f'[{{"operation": "ADD", "content": "bad \\ud800 end", "id": "\\udfff", "more": {deep}, '
         f'"from": ["G0", [1], 2], "n": 3, "o": {{"a": 1}}}}, 4]'
     )
-    assert found == [{"operation": "ADD", "content": "bad ? end", "id": "?", "more": [], "from": ["G0"], "n": 3}]
+    assert found == [
+        {"operation": "ADD", "content": "bad \ufffd end", "id": "\ufffd", "more": [], "from": ["G0"], "n": 3}
+    ]
     library.write_library(tmp_path / "l.json", library.revise({}, found), 1, "practice")
-    assert library.read_library(tmp_path / "l.json") == {"G0": "bad ? end"}
+    assert library.read_library(tmp_path / "l.json") == {"G0": "bad \ufffd end"}
 
 
 def test_a_library_somebody_wrote_is_cut_and_one_that_is_none_is_refused_in_few_words(tmp_path) -> None:

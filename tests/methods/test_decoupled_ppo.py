@@ -178,7 +178,7 @@ def test_golden_dots_rr(case: Case) -> None:
 
 
 def test_further_golden_cases() -> None:
-    assert (len(AREAL.cases), len(DOTS_RR.cases)) == (5, 2)
+    assert (len(AREAL.cases), len(DOTS_RR.cases)) == (5, 4)
     AREAL.check_further_cases()
     DOTS_RR.check_further_cases()
 

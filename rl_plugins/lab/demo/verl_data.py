@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rl_plugins.cards.catalog import example_of
 from rl_plugins.core.files import claim, whole
 from rl_plugins.lab.compare.verl import quoted
 from rl_plugins.lab.demo import rewards
@@ -220,7 +221,11 @@ def reasons(methods: Iterable[str]) -> list[str]:
 
 def _several_updates(methods: Iterable[str]) -> list[str]:
     classes = {name: registry.select([name]).classes.values() for name in methods}
-    return [n for n, found in classes.items() if any({"off_policy", "several_updates"} & set(c.needs) for c in found)]
+    return [
+        n
+        for n, found in classes.items()
+        if any({"off_policy", "several_updates"} & set(example_of(c).needs) for c in found)
+    ]
 
 
 def choices(lines: Iterable[str]) -> dict[str, list[str]]:

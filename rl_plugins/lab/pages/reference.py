@@ -45,7 +45,7 @@ PARTS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "The update": (("", "Rows Update Terms ppo_clip aggregate"),),
     "Services": (("kit.services", "Service number Failure NotAsked failures ChatEndpoint Endpoint"),),
     "Agents and environments": (
-        ("kit.agents", "Observation Environment AgentParams episodes Episode turn go_on finish play Opened"),
+        ("kit.agents", "Observation Environment episodes Episode turn go_on finish play Opened"),
         ("kit.agents", "open_episode generate act reply"),
         ("kit.agents.turns", "Turns"),
     ),
