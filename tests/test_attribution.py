@@ -57,7 +57,7 @@ def games(draw: Any, least: int = 0, most: int = 5) -> tuple[dict[frozenset[str]
 
 
 @given(games())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_equals_the_mean_over_all_permutations(game: Any) -> None:
     table, players = game
     found = attribute(table, players)

@@ -47,7 +47,7 @@ def told(decision: Decision, tokens: Tokens) -> dict[str, list]:
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_decisions_by_rows_equal_those_with_tokens(data) -> None:
     n = data.draw(st.integers(1, 16))

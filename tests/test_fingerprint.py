@@ -215,7 +215,7 @@ scalars = st.one_of(st.none(), st.integers(-5, 5), st.integers(2**40, 2**41))
 cells = st.one_of(st.lists(st.one_of(st.none(), st.lists(scalars, max_size=2)), max_size=2), st.none())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(cells, min_size=1, max_size=6), st.lists(cells, min_size=1, max_size=6), st.integers(0, 6))
 def test_alike_if_and_only_if_the_values_are(a: list[Any], b: list[Any], cut: int) -> None:
     kind = pa.list_(pa.list_(pa.int64()))

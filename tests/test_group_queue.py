@@ -72,7 +72,7 @@ EVENTS = st.lists(st.sampled_from(["advance", "ask", "ask", "ask", "put", "put",
 
 
 @given(SIZES, EVENTS, st.data(), st.booleans())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_every_rollout_is_trained_or_dropped_once_and_groups_come_in_order(
     sizes: tuple[int, int, int, int], events: list[str], data: Any, filters: bool
 ) -> None:

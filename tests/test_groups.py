@@ -126,19 +126,19 @@ value = st.one_of(st.sampled_from([0.0, -0.0, 1.0, 0.1, 0.7, 1 / 3, NAN, NAN]), 
 ragged = st.lists(st.tuples(st.integers(-3, 4), value), max_size=24)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(ragged)
 def test_ragged_interleaved_groups_equal_plain_loops(rows):
     check_everything([g for g, _ in rows], [v for _, v in rows])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), value), max_size=16))
 def test_count_makes_groups_without_rows(rows):
     check_everything([g for g, _ in rows], [v for _, v in rows], count=6)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 5), st.data())
 def test_regular_groups_take_the_reshaped_path_and_equal_plain_loops_and_the_general_path(count, width, data):
     values = data.draw(st.lists(value, min_size=count * width, max_size=count * width))
@@ -155,7 +155,7 @@ def test_regular_groups_take_the_reshaped_path_and_equal_plain_loops_and_the_gen
     assert fast.top_k(x, 2).tolist() == general.top_k(x, 2).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(ragged, st.randoms(use_true_random=False))
 def test_row_order_changes_nothing_but_which_of_equal_rows(rows, shuffle: random.Random):
     order = list(range(len(rows)))
@@ -204,7 +204,7 @@ def test_empty_input_has_no_groups_and_no_rows():
     same(without_rows.median(empty), [NAN, NAN])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.floats(-1e12, 1e12), st.integers(1, 40), st.booleans())
 def test_identical_values_have_exactly_that_mean_and_no_deviation(v, n, regular):
     ids = torch.zeros(n, dtype=torch.int64) if regular else torch.tensor([*[1] * n, 0, 2, 2])

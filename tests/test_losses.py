@@ -152,7 +152,7 @@ def test_the_modes_differ_and_every_loss_type_of_trl_names_one():
     assert set(TRL_AGGREGATION.values()) == set(MODES)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(MODES), st.data())
 def test_shares_of_any_split_add_up_to_the_whole(how, data):
     rows = data.draw(st.integers(1, 9))

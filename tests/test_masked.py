@@ -123,7 +123,7 @@ def test_further_golden_cases() -> None:
     GOLDEN.check_further_cases()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(2, 600), st.data())
 def test_every_token_is_unmasked_once(length: int, data: Any) -> None:
     schedule = ascending_schedule(length)
@@ -145,7 +145,7 @@ def test_the_factor_of_end_tokens_grows_to_its_end(kind: str) -> None:
     assert {end_factor(i, 7, 1.0, 1.0, kind) for i in range(7)} == {1.0}  # off
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(1, 40), st.floats(0, 1), st.floats(0, 1), st.sampled_from(["uniform", "ascending"]), st.integers(0, 99)
 )

@@ -94,7 +94,7 @@ def test_errors_name_the_field() -> None:
 
 
 @given(ANYTHING, st.sampled_from(["summary", "plan"]))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_whatever_is_sent(packet: Any, kind: str) -> None:
     contracts = Contracts()
     contract = {"summary": SUMMARY, "plan": PLAN}[kind]
@@ -258,7 +258,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=60)
 @given(schema=SCHEMAS, value=VALUES)
 def test_what_is_valid_is_what_jsonschema_calls_so(schema: Any, value: Any) -> None:
     """It comes with Ray. It is no dependency, because its texts differ, which agents read, and it takes any keyword."""

@@ -239,7 +239,7 @@ MESSAGES = st.lists(
 
 
 @given(MESSAGES, st.sampled_from(["speed", "balanced", "strict"]), st.integers(0, 2), st.integers(0, 9))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_what_always_holds(messages: Any, policy: Any, retries: int, salt: int) -> None:
     asked: list[str] = []
 

@@ -38,7 +38,7 @@ def test_over_micro_batches_and_ranks(reduce, expected):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0.1, 100)), min_size=1, max_size=12),
     st.lists(st.integers(0, 3), min_size=12, max_size=12),

@@ -70,7 +70,7 @@ ATTEMPT = st.tuples(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(drawn=st.lists(ATTEMPT, max_size=30), seed=st.integers(0, 3), data=st.data())
 def test_pairs_equal_the_loop(drawn: list[Any], seed: int, data: st.DataObject) -> None:
     rows = [attempt(*d) for d in drawn]

@@ -241,7 +241,7 @@ def test_spellings_of_yaml(text, expected):
     assert getattr(build_params(Params, values, "m"), *values) == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.floats(allow_nan=False, allow_infinity=False), st.integers(), st.booleans())
 def test_text_of_a_number_is_that_number(x, n, b):
     assert parse_value(repr(x), float, "p") == x

@@ -53,7 +53,7 @@ def test_as_text(kind: str) -> None:
     assert as_text(given_) == clean == as_text(clean)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.text(st.characters(exclude_categories=[])))
 def test_any_text_becomes_one_that_can_be_written(text: str) -> None:
     clean = as_text(text)

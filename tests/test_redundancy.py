@@ -90,7 +90,7 @@ PLANS = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(PLANS, st.integers(1, 4))
 def test_what_is_kept_in_lockstep_equals_a_loop(plan: list[tuple[int, str]], n: int) -> None:
     n = min(n, len(plan))

@@ -89,7 +89,7 @@ TAGS = {"0": ["compute"], "1": ["bandwidth", "compute"]}
 
 
 @given(CALLS)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_never_full_nor_forbidden_and_sticky_and_deterministic(calls: list[tuple[str, int, int]]) -> None:
     first, second = router(tags=TAGS), router(tags=TAGS)
     chosen = [_play(r, calls) for r in (first, second)]

@@ -121,7 +121,7 @@ def body_of(plans: list[list[str]]) -> Any:
     return body
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(PLANS, st.randoms(use_true_random=False))
 def test_rows_and_their_order_are_those_of_the_lockstep(plans: list[list[str]], random: Any) -> None:
     engine = Slow(lambda: random.choice([0, 0, 0.0005, 0.001]))

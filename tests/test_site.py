@@ -20,6 +20,8 @@ from rl_plugins.cards.usage import usage_of
 from rl_plugins.core.method import Bundle
 from rl_plugins.runtime import registry
 
+pytestmark = pytest.mark.site
+
 ROOT = Path(__file__).parents[1]
 LOADED = {"script": "src", "link": "href", "img": "src", "source": "srcset", "iframe": "src", "video": "src"}
 METHODS = [name for name in registry.all_names() if not any(o.distribution for o in registry.origins_of(name))]

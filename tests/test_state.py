@@ -98,7 +98,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.text(max_size=3), plain, max_size=4))
 def test_any_plain_data_comes_back(tmp_path_factory, content):
     back = round_trip(content, tmp_path_factory.mktemp("state"))

@@ -88,7 +88,7 @@ def test_few_rows_are_looked_at() -> None:
     assert sum(looked) < 64 * 30
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     most=st.sampled_from([0.0, 0.01, 0.5, 3.0, 10.0, 40.0, 800.0]),
     share=st.floats(0, 1),

@@ -93,7 +93,7 @@ def as_lists(value):
     return {k: as_lists(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(a=plain, b=plain)
 def test_canonical_forms_are_equal_exactly_where_python_says_so(a, b):
     assert (canonical_form(a) == canonical_form(b)) == (as_lists(a) == as_lists(b))
@@ -144,7 +144,7 @@ def shuffled(rollouts, seed):
     return rollouts.replace(turns=steps), order
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     rewards=st.lists(
         st.lists(st.one_of(st.just(NAN), st.sampled_from([0.0, 1.0, 10.0, -0.3])), max_size=9), min_size=1, max_size=6
@@ -217,7 +217,7 @@ def test_joint_keys():
     assert joint(b).tolist() == [0, 0, 1, 0, 2]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(*[st.sampled_from([0, 1, 2, -5, 10**6, 2**62, -(2**62)])] * 3), min_size=1, max_size=12))
 def test_joint_keys_are_numbered_in_their_order(rows):
     columns = torch.tensor(rows).T

@@ -148,12 +148,12 @@ def in_child(action: Callable[[], Any], die_at: int | None = None) -> int:
     return int(said or 0)
 
 
-def moments(total: int, most: int = 12, last: int = 400) -> list[int]:
+def moments(total: int, most: int = 5, last: int = 400) -> list[int]:
     """Some calls, most of them among the last ones, where files are written."""
     rng = random.Random(0)
     return sorted(
         {
-            *rng.sample(range(1, total + 1), min(total, 3)),
+            *rng.sample(range(1, total + 1), min(total, 1)),
             *(rng.randint(max(1, total - last), total) for _ in range(most)),
         }
     )
@@ -196,7 +196,7 @@ def test_results_of_the_bench_lose_no_curves(tmp_path: Path) -> None:
     two = Results([run(0), run(1)])
     total = in_child(lambda: two.write(tmp_path / "other"))
     states = set()
-    for moment in range(1, total + 1, max(1, total // 150)):
+    for moment in range(1, total + 1, max(1, total // 40)):
         Results([run(0)]).write(tmp_path)
         in_child(lambda: two.write(tmp_path), moment)
         found = Results.read(tmp_path)
@@ -234,7 +234,7 @@ def test_a_torn_last_line_is_left_out_and_another_is_an_error(torn: bytes, tmp_p
 def test_a_file_is_the_old_one_or_the_new_one(write: Callable[[Path], None], tmp_path: Path) -> None:
     file = tmp_path / "a" / "file.txt"
     total = in_child(lambda: write(tmp_path / "count" / "file.txt"))
-    for moment in range(1, total + 1):
+    for moment in range(1, total + 1, max(1, total // 40)):
         write_text(file, "old")
         in_child(lambda: write(file), moment)
         assert file.read_text() in ("old", "new" * 10)
@@ -271,7 +271,7 @@ def test_a_folder_appears_whole_and_a_kill_leaves_one_hidden_folder_at_most(tmp_
                 (folder / name).write_text(name)
 
     total = in_child(lambda: fill(tmp_path / "count"))
-    for moment in range(1, total + 1, max(1, total // 100)):
+    for moment in range(1, total + 1, max(1, total // 40)):
         out = tmp_path / "out"
         in_child(lambda path=out: fill(path), moment)
         assert len([p for p in tmp_path.iterdir() if p.name.startswith(".out")]) <= 1

@@ -133,7 +133,7 @@ def test_the_answer_is_never_in_a_hint() -> None:
     assert rows[-1].meta["adhint"] == [0, 7] and logged["cut"] == 0, "nobody named the column"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.text("abcde", min_size=1, max_size=12), st.text("abcde", max_size=3))
 def test_no_hint_contains_the_answer(reference: str, answer: str) -> None:
     engine = engine_of()
@@ -233,7 +233,7 @@ def call(name: str, hook: str, *args: Any, **params: Any) -> tuple[Any, dict[str
     return found, {k.partition("/")[2]: v for k, v in combine([stack.metrics.take()]).items()}
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(ROWS, st.sampled_from([1.0, 1.3, 2.0]))
 def test_advantages_equal_a_loop(rows: Any, c_max: float) -> None:
     rollouts = batch(rows)
@@ -293,7 +293,7 @@ def hinted_batch(seed: int, lengths: list[int], hints: list[int]) -> tuple[Rollo
     return rollouts, tokens.replace(forced=forced, advantages=advantages)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=8),
     st.sampled_from([0.0, 1.0, 3.0]),

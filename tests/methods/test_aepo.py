@@ -219,7 +219,7 @@ def loop_advantages(rollouts: Rollouts, tokens: Tokens, weight: float, z_max: fl
     return out
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_advantages_equal_the_loop(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 8))

@@ -199,7 +199,7 @@ def test_groups_that_complete_together_wait_and_the_authors_lose_them() -> None:
 # ---- properties
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_every_group_is_trained_once_waits_or_was_dropped(data: st.DataObject) -> None:
     groups, size = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
@@ -441,7 +441,7 @@ def test_a_batch_that_waited_complete_is_stale_and_not_masked_away() -> None:
     assert logged["april/masked"] == 0.25
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     cap=st.floats(1, 5),

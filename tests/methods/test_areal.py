@@ -81,7 +81,7 @@ def test_a_run_that_resumes_begins_no_burst() -> None:
     assert capacity(7, 0, 0, 4, 2) == 40  # with counts of 0 it would begin 28 more
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     version=st.integers(0, 50),
     accepted=st.integers(0, 400),

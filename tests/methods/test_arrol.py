@@ -75,7 +75,7 @@ def check_books(engine: TableEngine, rollouts: Any) -> None:
 # ---- who survives
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(q=PROBABILITIES, keep=st.floats(0.05, 1), rho=st.floats(0.05, 0.95))
 def test_balanced_equals_the_loop_and_reaches_both_targets(q: list[float], keep: float, rho: float) -> None:
     mean = min(max(math.fsum(q) / len(q), 1e-6), 1 - 1e-6)
@@ -98,7 +98,7 @@ def test_balanced_thins_what_there_is_too_much_of() -> None:
         assert np.isfinite(balanced(np.full(4, sure), 0.5, 0.5)).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(q=PROBABILITIES, keep=st.floats(0.15, 0.85), rho=st.floats(0.05, 0.95), strength=st.floats(0, 2))
 def test_the_papers_rule_keeps_the_share_it_should(q: list[float], keep: float, rho: float, strength: float) -> None:
     rule = Rule(keep, rho, strength, 0.1, 0.9)
@@ -115,7 +115,7 @@ def test_the_papers_rule_with_the_numbers_of_its_example() -> None:
     assert survival(np.array([0.4, 0.0, 1.0]), rule, 0.02).tolist() == pytest.approx([0.42, 0.62, 0.12])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(q=st.lists(st.floats(0.01, 1), min_size=1, max_size=16), share=st.floats(0, 1), seed=st.integers(0, 99))
 def test_exactly_k_are_drawn(q: list[float], share: float, seed: int) -> None:
     k = round(share * len(q))

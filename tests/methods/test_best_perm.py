@@ -70,7 +70,7 @@ def test_further_golden_cases() -> None:
 number = st.one_of(st.sampled_from([0.0, 0.3, 0.5, 1.0]), st.floats(0, 1))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     items=st.lists(st.tuples(number, st.one_of(number, st.floats(-1, 2))), max_size=5),
     m=st.integers(0, 6),

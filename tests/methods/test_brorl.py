@@ -87,7 +87,7 @@ def loop(rewards, group, lengths, norm_over, eps, dynamic_sampling):
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(
         st.tuples(st.sampled_from([0.0, 1.0, 1.0, 0.25, -2.0, NAN]), st.integers(0, 4), st.integers(1, 5)),
@@ -226,7 +226,7 @@ def test_an_answer_function_may_find_none():
     assert logged["brorl/unseen_mass"] == pytest.approx(1 / 3)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([None, "a", "b", "c", "d"])), min_size=1, max_size=20)
 )
@@ -418,7 +418,7 @@ def places(draw: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.from_numpy(weights / weights.sum()), masks[0], masks[1]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(place=places(), right=st.floats(0, 2), wrong=st.floats(-2, 0), eta=st.sampled_from([1.0, 0.1]))
 def test_mass_balance_is_the_derivative_and_sampled_terms_never_hurt(place, right, wrong, eta):
     p, correct, sampled = place

@@ -117,7 +117,7 @@ def test_further_golden_cases() -> None:
 # ---- the rule
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_equals_the_loop(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 14))

@@ -99,7 +99,7 @@ def oracle(
 quarters = st.integers(-8, 8).map(lambda i: i / 4)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_equals_the_loop_on_ragged_interleaved_groups_with_nan(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 18))
@@ -134,7 +134,7 @@ def test_of_equal_variances_the_balanced_choice_wins() -> None:
     assert decision.stays.tolist() == [False, True, True, True, True, True]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(values=st.lists(st.floats(-5, 5), min_size=1, max_size=9), size=st.integers(1, 9))
 def test_no_sub_set_has_a_larger_variance(values: list[float], size: int) -> None:
     x, groups = torch.tensor(values, dtype=torch.float64), Groups(torch.zeros(len(values), dtype=torch.int64))

@@ -130,7 +130,7 @@ def loop(u: float, schedule: str, n: int, most: int, use_std: bool) -> int:
     return min(math.ceil(extra), most - n)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(2, 32),
     extra=st.integers(0, 64),
@@ -166,7 +166,7 @@ def test_schedules_count_what_advantages_are() -> None:
         assert float(population.abs().sum()) == pytest.approx(8 * 2 * math.sqrt(u * (1 - u)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(asked=st.lists(st.integers(0, 60), max_size=12), room=st.integers(0, 200))
 def test_what_does_not_fit_is_shared_in_proportion(asked: list[int], room: int) -> None:
     found = served(asked, room)
@@ -223,7 +223,7 @@ def test_prompts_that_leave_free_their_room() -> None:
 
 
 def test_no_batch_is_ever_too_large() -> None:
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(data=st.data())
     def holds(data: st.DataObject) -> None:
         first = data.draw(st.integers(1, 6))

@@ -154,7 +154,7 @@ def test_numbers_fall_with_the_success_rate_and_a_threshold_above_one_is_off() -
 OUTCOME = st.sampled_from([0.0, 1.0, 1.0, NAN])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.dictionaries(st.integers(0, 3), st.lists(OUTCOME, min_size=1, max_size=9), min_size=1), max_size=5))
 def test_the_history_of_a_task_sets_its_next_number(batches: list[dict[int, list[float]]]) -> None:
     """The latest n' outcomes count, where n' is what was planned at the last visit."""
@@ -224,7 +224,7 @@ def with_turns(counts: list[int], rewards: list[float], group: list[int], **chan
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(
         st.lists(
@@ -319,7 +319,7 @@ def select_by_loop(rollouts: Rollouts, acc_max: float) -> list[bool]:
     return keep
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from([0.0, 0.0, 0.0, 1.0, NAN]), min_size=1, max_size=N), min_size=1, max_size=5),
     st.lists(st.sampled_from(["none", "good", "copy", "other prompt"]), min_size=5, max_size=5),
@@ -425,7 +425,7 @@ def test_broken_runs_are_no_rewards() -> None:
     assert call(started("dart_pool"), "rewards", rollouts) is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from([0.0, 1.0, NAN]), min_size=5, max_size=12), st.integers(0, 50))
 def test_trimmed_groups_have_a_success_and_a_failure(rewards: list[float], seed: int) -> None:
     rollouts = batch_of([rewards])
@@ -461,7 +461,7 @@ def advantages_by_loop(reward: list[float], steps: list[int], group: list[int], 
     return out
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.integers(1, 6), st.sampled_from([0.0, 0.25, 1.0, NAN])), min_size=1, max_size=14
@@ -515,7 +515,7 @@ def entropy_by_loop(rollouts: Rollouts, tokens: Tokens, q: float) -> list[bool]:
     return keep
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), min_size=1, max_size=8),
     st.sampled_from([0.0, 0.2, 0.5, 0.9]),

@@ -276,7 +276,7 @@ def allowed(choice: dict[str, Any]) -> dict[str, Any]:
     return c
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_equals_the_loop(data: st.DataObject) -> None:
     rows, time = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))

@@ -71,7 +71,7 @@ def train(stack: MethodStack, rate: Any, batches: int, prompts: int = 6, size: i
 # ---- the slices
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(values=st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0, 32.0]), min_size=1, max_size=40), data=st.data())
 def test_slices_equal_the_loop_and_divide_the_dataset(values: list[float], data: st.DataObject) -> None:
     heads = data.draw(st.integers(1, len(values)))

@@ -152,7 +152,7 @@ BOUNDS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), bounds=BOUNDS)
 def test_loss_and_gradient_equal_a_loop(seed: int, bounds: dict[str, float]) -> None:
     lp, mu, engine, mask, adv, group = drawn(seed)
@@ -266,7 +266,7 @@ def test_loops() -> None:
     assert ends_in_loop(loops([5] * 4), 7, 3).tolist() == [False] and ends_in_loop(loops(), 4, 2).tolist() == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     tail=st.lists(st.integers(0, 2), min_size=0, max_size=12),
     tokens=st.integers(2, 10),

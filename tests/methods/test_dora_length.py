@@ -82,7 +82,7 @@ def loop(batches: list[list[tuple[int, bool]]], shares: tuple[float, ...], q: fl
     threshold=st.sampled_from([0.3, 0.8, 1.0]),
     window=st.sampled_from([1, 4, 11]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_limits_are_those_of_a_plain_loop(batches: Any, q: float, threshold: float, window: int) -> None:
     shares = (0.25, 0.5, 0.8)
     stack = started(shares=shares, percentile=q, threshold=threshold, window=window)

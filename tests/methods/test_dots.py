@@ -149,7 +149,7 @@ def test_an_adapter_that_was_not_trained_calibrates_nothing() -> None:
     torch.testing.assert_close(calibrated(base, Adapter(4, 8).calibration(torch.tensor([[0.3, 0.2]]))[0]), base)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), n=st.integers(1, 30), target=st.floats(0, 1))
 def test_a_draw_without_temperature_takes_the_nearest(seed: int, n: int, target: float) -> None:
     predicted = torch.from_numpy(np.random.default_rng(seed).permutation(30) / 29)

@@ -64,7 +64,7 @@ def hardest_by_hand(
     return sorted(kept)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_kept_are_the_hardest(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 12))
@@ -211,7 +211,7 @@ def test_a_batch_larger_than_the_dataset() -> None:
     assert [row.n for row in rows] == [2] * 8 and sorted(r.prompt_index for r in rows) == sorted([0, 1, 2, 3] * 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_no_plan_is_too_large_or_empty(data: st.DataObject) -> None:
     first = data.draw(st.integers(1, SIZE))

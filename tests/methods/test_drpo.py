@@ -194,7 +194,7 @@ def test_further_golden_cases() -> None:
     GOLDEN.check_further_cases()
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_loss_through_terms_is_the_whole_objective_for_any_split(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 16))

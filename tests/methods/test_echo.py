@@ -226,7 +226,7 @@ def tops(draw: st.DrawFn) -> list[list[tuple[int, float]]]:
     return places
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(top=tops(), data=st.data())
 def test_the_controller_equals_the_loop(top: list[list[tuple[int, float]]], data: st.DataObject) -> None:
     change = {
@@ -540,7 +540,7 @@ def loop_vote(texts: Sequence[str], group: Sequence[int]) -> list[float]:
     return out
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_votes_equal_the_loop(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 20))
@@ -670,7 +670,7 @@ def batches(draw: st.DrawFn) -> tuple[Rollouts, Tokens]:
     return rollouts, tokens.replace(advantages=advantages, keep=torch.rand(len(tokens), generator=rng) > 0.2)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(batch=batches(), data=st.data())
 def test_shaping_equals_the_loop(batch: tuple[Rollouts, Tokens], data: st.DataObject) -> None:
     rollouts, tokens = batch

@@ -217,7 +217,7 @@ ROLLOUT = st.lists(st.lists(NUMBER, min_size=1, max_size=3), min_size=1, max_siz
 BATCHES = st.lists(st.lists(ROLLOUT, min_size=2, max_size=4).filter(lambda b: len(b) % 2 == 0), min_size=2, max_size=4)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(PARAMS, TURNS, PHASES, BATCHES)
 def test_equals_the_loop(some: dict[str, Any], turns: dict[str, Any], phase: dict[str, Any], batches: Any) -> None:
     method = epo(**some, **turns, **phase)

@@ -154,7 +154,7 @@ def says_flaw(verdict: Any) -> bool:
     return verdict == "\\boxed{ 2 }"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_equals_the_loop(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 12))
@@ -189,7 +189,7 @@ def test_equals_the_loop(data: st.DataObject) -> None:
     assert logged.get("right", 0.0) == pytest.approx(right / len(scored) if scored else 0.0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     shares=st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(1, 6)),
     penalty=st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0]),
@@ -510,7 +510,7 @@ def test_the_reward_function_needs_a_judge() -> None:
         asyncio.run(functions.fapo_score("", "wrong", "5", params={"judge": len, "success_threshold": 1}))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(steps=st.integers(1, 20), label=st.integers(-1, 19), pred=st.integers(-3, 25) | st.none())
 def test_the_judge_is_paid_for_the_place(steps: int, label: int, pred: int | None) -> None:
     label = min(label, steps - 1)

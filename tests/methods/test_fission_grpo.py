@@ -136,7 +136,7 @@ def test_the_newest_are_served_first_and_the_rest_stays() -> None:
     assert [e["source"] for e in method.state["pool"]] == [7]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     entries=st.integers(0, 12),
     share=st.floats(0.01, 1),
@@ -454,7 +454,7 @@ def f1_of(a: Any, b: Any) -> float:
     return 1.0 if not a and not b else 2 * both / (len(a) + len(b))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     sides=st.tuples(
         *[

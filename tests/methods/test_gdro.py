@@ -179,7 +179,7 @@ def bins_by_hand(outcomes: list[bool], history: int, edges: Any, margin: float, 
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     outcomes=st.lists(st.booleans(), min_size=1, max_size=25),
     history=st.sampled_from([0, 1, 4, 10]),
@@ -305,7 +305,7 @@ def test_advantages_are_those_of_a_loop(params: dict[str, Any]) -> None:
         assert ratio.tolist() == pytest.approx([w[i] for i in row.tolist()], rel=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_properties_of_the_weights(data: st.DataObject) -> None:
     bins = data.draw(st.integers(1, 6))
@@ -405,7 +405,7 @@ def every_choice(m: list[int], arms: int, n_min: int) -> list[tuple[int, ...]]:
     return list(itertools.product(range(n_min, n_min + arms), repeat=len(m)))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_allocation_is_the_best_of_all(data: st.DataObject) -> None:
     bins, arms = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))

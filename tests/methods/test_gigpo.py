@@ -100,7 +100,7 @@ rollout_lists = st.lists(
 ).filter(lambda rollouts: any(not math.isnan(r) for _, r, _ in rollouts))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     rollouts=rollout_lists,
     params=st.fixed_dictionaries(
@@ -215,7 +215,7 @@ def greedy(texts, threshold, autojunk):
     return out
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     texts=st.lists(st.text(alphabet="ab c\u0161\U0001f600", max_size=12), max_size=14),
     threshold=st.sampled_from([0.05, 0.5, 0.8, 2 / 3, 0.95]),

@@ -199,7 +199,7 @@ rows = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rows=rows, target=st.integers(2, 7), reject=st.booleans(), data=st.data())
 def test_equals_the_loop_on_ragged_interleaved_groups_with_nan(rows, target, reject, data):
     rewards, penalty, group, here = (list(x) for x in zip(*rows, strict=True))
@@ -210,7 +210,7 @@ def test_equals_the_loop_on_ragged_interleaved_groups_with_nan(rows, target, rej
     assert got == oracle(rewards, penalty, group, here, target, min_pos, min_neg, reject)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(rows=rows, seed=st.integers(0, 99), selection=st.sampled_from(["top", "inverse_prob"]))
 def test_the_order_of_the_rows_does_not_matter(rows, seed, selection):
     rewards, penalty, group, _ = (list(x) for x in zip(*rows, strict=True))

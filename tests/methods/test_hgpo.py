@@ -94,7 +94,7 @@ rollout_lists = st.lists(
 ).filter(lambda rollouts: any(not math.isnan(r) for _, r, _ in rollouts))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     rollouts=rollout_lists,
     params=st.fixed_dictionaries(

@@ -262,7 +262,7 @@ def tree_of(method: Latr, prompt: Prompt, engine: TableEngine) -> Any:
         answer = engine.generate([(prompt, r) for r in asked])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_equals_the_loop(data: st.DataObject) -> None:
     seed, length = data.draw(st.integers(0, 10**6)), data.draw(st.integers(1, 30))
@@ -291,7 +291,7 @@ def test_equals_the_loop(data: st.DataObject) -> None:
     assert tree.used <= tree.decoded
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(a=st.lists(st.integers(0, 3), min_size=1, max_size=12), b=st.lists(st.integers(0, 3), min_size=1, max_size=12))
 def test_similarity_equals_the_loop(a: list[int], b: list[int]) -> None:
     assert edit_distance(a, b) == edit_distance(b, a) == levenshtein(a, b)

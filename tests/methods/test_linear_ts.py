@@ -76,7 +76,7 @@ def batch_posterior(xs: Any, rs: Any, s2: float, variance: float) -> tuple[np.nd
     return np.array(precision), np.linalg.inv(np.array(precision)) @ np.array(total)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     data=st.lists(
         st.tuples(st.lists(st.floats(-2, 2), min_size=2, max_size=2), st.floats(-1, 1)), min_size=1, max_size=8
@@ -365,7 +365,7 @@ def test_the_floor_of_exploration_reaches_every_arm_in_time():
 # ---- shares
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_shares_sum_to_n_within_what_arms_have(data):
     k = data.draw(st.integers(1, 6))

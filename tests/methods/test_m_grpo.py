@@ -140,7 +140,7 @@ mains = st.sampled_from([0.0, 0.1, 1.0, 0.6, NAN])
 calls = st.lists(st.tuples(st.sampled_from(["sub", "coder"]), st.sampled_from([0.0, 1.0, 1.0, NAN])), max_size=4)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     rollouts=st.lists(st.tuples(st.integers(0, 2), mains, calls), min_size=1, max_size=8).filter(
         lambda rollouts: any(m == m for _, m, _ in rollouts)
@@ -164,7 +164,7 @@ def test_equals_the_loop_on_ragged_shuffled_queries_with_nan(rollouts, order):
 # ---- alignment
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     queries=st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=5), min_size=1, max_size=4),
     size=st.integers(1, 5),

@@ -65,7 +65,7 @@ reward_values = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(st.tuples(reward_values, st.integers(0, 4)), min_size=1, max_size=24).filter(
         lambda rows: any(r == r for r, _ in rows)

@@ -138,7 +138,7 @@ def oracle(terms: Terms, low: float, high: float, limit: float) -> tuple[list[li
     return weight, total / max(n, 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_equals_the_loop(data: st.DataObject) -> None:
     rows, time = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 7))

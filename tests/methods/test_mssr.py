@@ -195,7 +195,7 @@ def test_the_kl_is_a_mean_over_rows_of_means_over_tokens_and_the_window_slides()
         assert stack.methods[0].state["kl"] == pytest.approx(seen[-2:])
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_counts_and_advantages_equal_the_loop(data: st.DataObject) -> None:
     rows, size = data.draw(st.integers(1, 14)), data.draw(st.integers(1, 5))
@@ -375,7 +375,7 @@ def shaped(a: list[float], old: list[float], entropies: list[float] | None = Non
     return one_step(start_stack(Raw(), shaping(**params)), rollouts, tokens).advantages.tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.floats(-3, 3), st.floats(-8, 0, width=32), st.floats(0, 4, width=32)), min_size=1),
     weight=st.sampled_from([0.0, 0.4, 3.0]),

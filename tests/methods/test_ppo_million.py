@@ -70,7 +70,7 @@ def loop(terms: Terms, low: float, high: float) -> dict[str, float]:
 # ---- what is logged in the loss
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_kl_and_clip_share_equal_the_loop(data: st.DataObject) -> None:
     rows, time = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
@@ -310,7 +310,7 @@ def test_a_resumed_run_makes_the_same_cuts() -> None:
 # ---- the plateau test
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(values=st.lists(st.integers(0, 50), min_size=4, max_size=30), alpha=st.floats(0.01, 0.49))
 def test_the_slope_test_is_the_textbooks(values: list[int], alpha: float) -> None:
     from scipy.stats import linregress

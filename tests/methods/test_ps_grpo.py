@@ -75,7 +75,7 @@ WORDS = st.lists(st.sampled_from(["a", "b", "A", "c", "d.", ",", "Ä", ""]), max
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(texts=st.lists(WORDS, min_size=1, max_size=6))
 def test_similarities_are_those_of_loops(kind: str, texts: list[str]) -> None:
     found = matrix(kind, texts)
@@ -121,7 +121,7 @@ def batches(draw: Any, least: int = 1) -> Any:
     return texts, [w for w, _ in rows], [s for _, s in rows]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batch=batches(), kind=st.sampled_from(KINDS), data=st.data())
 def test_the_exact_reward_is_that_of_a_loop(batch: Any, kind: str, data: st.DataObject) -> None:
     texts, wording, sets = batch
@@ -151,7 +151,7 @@ def test_equal_outputs_have_the_reward_one(kind: str, compare: str) -> None:
     assert found == pytest.approx([1, 1, 1, NAN] * 3, nan_ok=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batch=batches(least=2), compare=st.sampled_from(["exact", "sampled"]), data=st.data())
 def test_the_own_wording_never_counts(batch: Any, compare: str, data: st.DataObject) -> None:
     texts, wording, sets = batch
@@ -163,7 +163,7 @@ def test_the_own_wording_never_counts(batch: Any, compare: str, data: st.DataObj
     assert a == pytest.approx(b, abs=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batch=batches(least=2), compare=st.sampled_from(["exact", "sampled"]), data=st.data())
 def test_the_order_of_rows_does_not_matter(batch: Any, compare: str, data: st.DataObject) -> None:
     rollouts = of(*batch)
@@ -176,7 +176,7 @@ def test_the_order_of_rows_does_not_matter(batch: Any, compare: str, data: st.Da
     assert rewarded(stack, moved) == pytest.approx([found[i] for i in order], nan_ok=True, abs=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batch=batches(least=2), data=st.data())
 def test_renamed_wordings_and_rollouts_have_the_same_exact_reward(batch: Any, data: st.DataObject) -> None:
     texts, wording, sets = batch
@@ -186,7 +186,7 @@ def test_renamed_wordings_and_rollouts_have_the_same_exact_reward(batch: Any, da
     assert renamed == pytest.approx(rewarded(stack, of(texts, wording, sets)), nan_ok=True, abs=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batch=batches(), kind=st.sampled_from(KINDS))
 def test_the_whole_sample_is_the_exact_reward(batch: Any, kind: str) -> None:
     rollouts = of(*batch)
@@ -195,7 +195,7 @@ def test_the_whole_sample_is_the_exact_reward(batch: Any, kind: str) -> None:
     assert rewarded(whole, rollouts) == pytest.approx(rewarded(exact, rollouts), nan_ok=True, abs=1e-12)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5),
     kappa=st.integers(1, 5),
@@ -352,7 +352,7 @@ def groups_of(rows: Sequence[PlanRow], values: Sequence[Any]) -> dict[Any, list[
     return found
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_sets_stay_whole_and_come_once_an_epoch(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=9).filter(lambda x: max(x) > 1))

@@ -94,7 +94,7 @@ def kinds(method: Any) -> set[tuple[str, str]]:
 # ---- statistics against loops
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(
         st.lists(

@@ -101,7 +101,7 @@ def test_logs_equal_a_loop_over_the_groups(notes: list[Any], data: Any) -> None:
 
 
 @given(st.lists(st.integers(0, 6), min_size=2, max_size=7), st.integers(1, 5))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=40)
 def test_it_keeps_the_finishers_that_the_papers_queue_keeps(turns: list[int], size: int) -> None:
     """The first G to `put`. Rollouts of as many turns end in the order of their numbers."""
     size = min(size, len(turns) - 1)

@@ -399,7 +399,7 @@ def test_beside_prompts_that_are_not_trained_yet_the_whole_batch_is_shared() -> 
     assert len({r.group for r in new.rows}) == 6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_compaction_changes_nothing_that_is_read(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 10**6)))

@@ -60,7 +60,7 @@ def test_further_golden_cases() -> None:
     GOLDEN.check_further_cases()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(1, 13),
     size=st.integers(2, 5),
@@ -100,7 +100,7 @@ def test_equals_the_loop(n: int, size: int, votes: int, stop: int, discard: bool
     assert len(left) == min(n, stop)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(n=st.integers(1, 20), size=st.integers(2, 6), seed=st.integers(0, 1000))
 def test_a_judge_without_fault_finds_the_best(n: int, size: int, seed: int) -> None:
     quality = np.random.default_rng(seed).permutation(n)

@@ -75,7 +75,7 @@ def check_books(engine: TableEngine, rollouts: Any) -> None:
 # ---- steps
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(text=st.text("ab.\n", max_size=40), least=st.integers(0, 6))
 def test_steps_make_up_the_text(text: str, least: int) -> None:
     steps = split_steps(text, "\n\n", least)

@@ -153,7 +153,7 @@ def choice_by_loop(rewards: list[float], k: int, mode: str, noise: list[float]) 
 REWARD = st.one_of(st.just(NAN), st.integers(-2, 2).map(float), st.sampled_from([0.125, 0.5, 3.25]))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.lists(REWARD, min_size=1, max_size=9), min_size=1, max_size=5),
     st.data(),
@@ -408,7 +408,7 @@ def advantages_by_loop(groups: list[list[float]], deviation: str, eps: float) ->
     return out
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(REWARD, min_size=1, max_size=6), min_size=1, max_size=5), st.sampled_from(["batch", "group"]))
 def test_advantages_equal_a_loop(groups: list[list[float]], deviation: str) -> None:
     flat = torch.tensor([r for of in groups for r in of], dtype=torch.float64)

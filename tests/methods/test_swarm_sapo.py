@@ -140,7 +140,7 @@ rewards = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rewards, st.integers(0, 5))
 def test_the_rules_equal_plain_loops(groups: list[list[float]], most: int) -> None:
     uniform, sample = [], []
@@ -170,7 +170,7 @@ def test_the_index_fault_of_the_released_selection_is_kept() -> None:
 counts = st.integers(0, 9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     most=st.integers(1, 5),

@@ -228,7 +228,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(n=st.integers(0, 3), plan=OPERATIONS)
 def test_revise_equals_the_loop(n: int, plan: list[dict[str, Any]]) -> None:
     experiences = {f"G{i}": f"text {i}" for i in range(n)}

@@ -290,7 +290,7 @@ def test_the_demo_environment() -> None:
 # ---- calibration
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     episodes=st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=30),
     q=st.integers(0, 100),
@@ -307,7 +307,7 @@ def test_percentile_equals_the_loop(episodes: list[tuple[int, bool]], q: int) ->
     assert turns_at(q, turns, cut) == expected
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(turns=st.lists(st.integers(1, 60), min_size=1, max_size=40))
 def test_percentiles_without_cut_episodes_are_numpys(turns: list[int]) -> None:
     found = [turns_at(q, turns, [False] * len(turns)) for q in (25, 50, 75)]

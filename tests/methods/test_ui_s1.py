@@ -142,7 +142,7 @@ def test_further_golden_cases():
 values = st.one_of(st.sampled_from([0.0, 0.1, 0.55, 1.0, NAN]), st.floats(0, 1, width=32))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     rollouts=st.lists(
         st.tuples(st.integers(0, 2), st.lists(st.tuples(values, st.booleans()), min_size=1, max_size=5)),
@@ -386,7 +386,7 @@ def test_a_wrong_response_is_replaced_in_the_history_only():
     assert episode.patches == 1 and episode.progress == pytest.approx(1 / 5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.booleans(), min_size=5, max_size=5), st.sampled_from([0, 1, 2, None]))
 def test_as_many_patches_as_allowed(matches, max_patches):
     episode = play(matches, max_patches)

@@ -118,7 +118,7 @@ def test_exact_budgets_of_the_specification() -> None:
     assert value([6] * 4, (0.69, 0.08, 0.68, 0.69)) == pytest.approx(7.50, abs=5e-3)  # equal budgets beat greedy
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_exact_is_the_best_of_all(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 4))
@@ -151,7 +151,7 @@ def test_exact_is_the_best_of_all(data: st.DataObject) -> None:
     assert greedy.tolist() == by_hand
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_exact_beats_greedy_and_equal_budgets(data: st.DataObject) -> None:
     rates = data.draw(st.lists(st.floats(0, 1), min_size=2, max_size=12))

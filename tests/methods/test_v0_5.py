@@ -86,7 +86,7 @@ def test_where_averaging_stops_paying() -> None:
     assert float(next_gain(far, number(16), 1.0)) < 1 / 256 < float(next_gain(far, number(15), 1.0))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(m=st.floats(-1, 1), v=st.floats(-1, 1), k=st.integers(1, 64), s2=st.floats(0.05, 4), scale=st.floats(0.1, 10))
 def test_properties_of_the_fusion(m: float, v: float, k: int, s2: float, scale: float) -> None:
     found = fuse(number(m), number(k), number(v), s2)
@@ -110,7 +110,7 @@ def test_properties_of_the_fusion(m: float, v: float, k: int, s2: float, scale: 
         assert error(k) <= least + 1e-12
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_equals_the_loop(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 16))

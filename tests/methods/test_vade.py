@@ -84,7 +84,7 @@ def test_second_example_of_the_figure() -> None:
     assert method.state["beta"].tolist() == pytest.approx([5.06])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_equals_the_loop(data: st.DataObject) -> None:
     size, rows = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 24))

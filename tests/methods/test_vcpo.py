@@ -280,7 +280,7 @@ def combined(how: str, values: list[float], weights: list[float]) -> float:
     return sum(v * x for v, x in zip(values, weights, strict=True)) / total_
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_equals_the_loop(data: st.DataObject) -> None:
     rows, time = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 5))
@@ -406,7 +406,7 @@ def test_on_policy_it_is_grpo_with_a_population_deviation() -> None:
     torch.testing.assert_close(batch.grad()[1], grpo(batch)[1], rtol=1e-6, atol=1e-8)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(-30, 30), min_size=1, max_size=12), st.floats(-500, 500))
 def test_effective_share(logs: list[float], shift: float) -> None:
     log_w = torch.tensor(logs, dtype=torch.float64)
@@ -426,7 +426,7 @@ def test_one_dominant_weight() -> None:
     assert ess_ratio(torch.full((4,), math.log(1e-5)).double()) == 1  # the authors' epsilon makes this 0.04
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), how=st.sampled_from(["mean", "median", "winsorized"]))
 def test_baseline_properties(data: st.DataObject, how: Any) -> None:
     n = data.draw(st.integers(1, 8))

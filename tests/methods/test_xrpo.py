@@ -135,7 +135,7 @@ def loop(n: list[int], std: list[float], drawn: int, total: int, alpha: float, w
     return [h - k for h, k in zip(have, n, strict=True)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     prompts=st.lists(
         st.tuples(st.integers(2, 12), st.sampled_from([0.0, 0.1, 0.35, 0.5, 1.7])), min_size=1, max_size=6
@@ -186,7 +186,7 @@ def test_the_confidence_counts() -> None:
         assert sizes(generated(stack, rewards, 8)[0]) == [4 + e for e in extra]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(n=st.integers(2, 9), prompts=st.integers(1, 6), total=st.integers(0, 30), std=st.sampled_from([0.0, 0.4]))
 def test_equal_deviations_without_a_bonus_are_as_equal_as_possible(
     n: int, prompts: int, total: int, std: float
@@ -195,7 +195,7 @@ def test_equal_deviations_without_a_bonus_are_as_equal_as_possible(
     assert found == [total // prompts + (i < total % prompts) for i in range(prompts)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(n=st.integers(2, 500), std=st.floats(1e-3, 10), alpha=st.floats(0.01, 0.5))
 def test_one_more_rollout_always_helps_where_there_is_a_deviation(n: int, std: float, alpha: float) -> None:
     now, then = half_width(np.full(2, std), np.array([n, n + 1]), alpha)
@@ -232,7 +232,7 @@ def _zeros(rows: Sequence[PlanRow]) -> tuple[torch.Tensor, torch.Tensor]:
     return group, torch.zeros(len(group), dtype=torch.float64)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_the_total_is_the_hosts(data: st.DataObject) -> None:
     size = data.draw(st.integers(3, 9))
@@ -677,7 +677,7 @@ def test_further_golden_cases() -> None:
     GOLDEN.check_further_cases()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_novelty_equals_the_loop_and_keeps_its_bounds(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 10))

@@ -77,7 +77,7 @@ HYPOTHESIS = """
 from hypothesis import Phase
 
 settings.register_profile(
-    "mutants", derandomize=True, deadline=None, max_examples=60, phases=(Phase.explicit, Phase.generate)
+    "mutants", derandomize=True, deadline=None, max_examples=40, phases=(Phase.explicit, Phase.generate)
 )
 settings.load_profile("mutants")
 """

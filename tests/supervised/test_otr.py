@@ -217,7 +217,7 @@ def test_ids_behind_the_tokenizer_are_not_drawn():
 
 
 @given(st.integers(0, 10_000), st.booleans(), st.floats(0.05, 20), st.floats(-1, 0.99), st.floats(0, 1e4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_no_nan_whatever_the_logits(seed, expected, kappa, beta, size):
     """Huge logits, minus infinity beside the target, bfloat16."""
     g = torch.Generator().manual_seed(seed)

@@ -176,7 +176,7 @@ def test_one_long_new_context_is_read_ahead_of_many_known_ones():
     assert ours.positions == 80 + 17 * 2 + 17
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([10**9, 20_000, 3_000, 0]), st.booleans())
 def test_any_sequence_of_requests(seed, limit, sample):
     """New contexts, equal ones, extensions, cuts and branches, several calls per round, whatever the limit is."""
