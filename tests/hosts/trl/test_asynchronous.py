@@ -614,7 +614,7 @@ TRLS = "TRL's rollout worker is a process of its own that walks the dataset and 
         (["dars"], {}, "`dars` generates in rounds, each planned with the rewards of the one before, and no worker"),
         (["latr"], {}, f"`latr` changes `rollout`, and trl cannot do that here: {TRLS}"),
         (["april"], {}, f"`april` changes `admit`, and trl cannot do that here: {TRLS}"),
-        (["together"], {}, "`together` needs .* in one batch, and .* queue.* Use rl_plugins.trl.GRPOTrainer."),
+        (["together"], {}, "`together` needs .* in one batch, .* queue"),
         (["rollout_replay"], {}, f"`rollout_replay` changes `plan`, and trl cannot do that here: {TRLS}"),
         (["squares"], {}, "`squares` needs .*: TRL's asynchronous trainer decides before any pass over the rollouts"),
         (["wishing"], {}, "`wishing` needs entropy .*: TRL's asynchronous trainer decides before any pass"),

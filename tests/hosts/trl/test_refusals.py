@@ -58,7 +58,7 @@ def test_names_and_parameters(tmp_path):
 
 def test_rounds_and_other_texts_beside_images(tmp_path):
     """Before the model is loaded: the columns of the dataset tell."""
-    images = {"more": {"train_dataset": build_dataset(64).add_column("image", [None] * 64)}}
+    images = {"more": {"train_dataset": build_dataset(64).add_column("image", ["a.png"] * 64)}}
     refused(tmp_path, "`probing`", ["probing"], **images)
     refused(tmp_path, "`xrpo_seeds`", ["xrpo_seeds"], **images)
 
@@ -444,11 +444,11 @@ def test_an_untested_version_is_refused(monkeypatch):
     compat.check_trl_version()
 
 
-def test_the_config_adds_seven_fields_and_changes_none():
+def test_the_config_adds_nine_fields_and_changes_none():
     own = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
     stock = {f.name: f.default for f in dataclasses.fields(trl.GRPOConfig)}
     added = {"methods", "method_params", "rollout_cache_gb", "max_unrewarded_batches", "count_costs"}
-    added |= {"rollout_precision", "trace"}
+    added |= {"rollout_precision", "trace", "on_reward_error", "accept_changed_checkpoint"}
     assert set(own) - set(stock) == added
     assert all(own[k] == v for k, v in stock.items())
 

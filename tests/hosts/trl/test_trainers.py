@@ -225,12 +225,17 @@ class Recorder:
         raise AttributeError(name)
 
 
+NO_ANSWER = ("_set_signature_columns_if_needed", "save_model", "_save_rng_state")
+
+
 def test_without_methods_every_override_hands_on_what_it_got():
     """Whatever the parameters of the trainer behind it are."""
     names = [
         n
         for n, f in {**vars(StatefulMixin), **vars(MethodsMixin)}.items()
-        if inspect.isfunction(f) and "super()." in inspect.getsource(f) and n not in ("__init__", "program_engine")
+        if inspect.isfunction(f)
+        and "super()." in inspect.getsource(f)
+        and n not in ("__init__", "program_engine", "train")  # `train` looks at the checkpoint
     ]
     assert len(names) >= 12
     calls: list[Any] = []
@@ -243,7 +248,7 @@ def test_without_methods_every_override_hands_on_what_it_got():
         open_ended = any(p.kind is p.VAR_POSITIONAL for p in parameters)
         more: dict[str, Any] = {"word": 1} if any(p.kind is p.VAR_KEYWORD for p in parameters) else {}
         args += (object(), object()) if open_ended else ()
-        expected = name if name not in ("_set_signature_columns_if_needed", "save_model") else None
+        expected = name if name not in NO_ANSWER else None
         assert getattr(t, name)(*args, **more) == expected
         assert calls.pop() == (name, args, more), name
 

@@ -288,6 +288,7 @@ def test_samples_over_heads(folder: Path, trained: Any, tmp_path: Path, kind: st
     # a run that was cut off in the middle of a line goes on as if it had not been
     whole = (tmp_path / "a" / "samples.jsonl").read_bytes()
     (tmp_path / "b").mkdir()
+    (tmp_path / "b" / ".rl-plugins-heads").touch()
     (tmp_path / "b" / "samples.jsonl").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "b" / "settings.json").write_text((tmp_path / "a" / "settings.json").read_text())
     call(*command, "--out", tmp_path / "b")

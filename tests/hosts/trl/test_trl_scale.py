@@ -19,7 +19,7 @@ from rl_plugins.core.requests import Generated, Trajectory
 from rl_plugins.runtime.ranks import dumps
 from rl_plugins.trl.generation.work import ProgramRow
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))  # behind tests/, which has a `messages`, too
 from scale_driver import Batch
 from scale_ranks import BY_ROWS, BY_TOKENS, TOGETHER, launch
 from scale_start import SMALL, rows_read

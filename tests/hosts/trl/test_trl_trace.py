@@ -101,7 +101,7 @@ def test_a_trainer_of_trl_that_would_write_none_is_refused(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("word", "own"), [(True, True), (None, False)])
 def test_the_command_takes_our_trainer_for_a_trace_without_methods(word: Any, own: bool) -> None:
-    args = SimpleNamespace(methods=[], count_costs=False, trace=word)
+    args = SimpleNamespace(methods=[], count_costs=False, trace=word, resume_from_checkpoint=None)
     assert ("GRPOTrainer" in _of_grpo(args, SimpleNamespace(use_peft=False))) == own
 
 
