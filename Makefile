@@ -13,13 +13,13 @@ export OMP_NUM_THREADS = 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test lint docs site mutants test-patches test-vllm test-deepspeed test-browser test-site clean
+.PHONY: demo test lint docs site mutants test-patches test-vllm test-deepspeed test-browser test-site test-long clean
 
 demo: .venv/ready-demo
 	.venv/bin/rl-plugins demo $(DEMO)
 
 test: .venv/ready-test
-	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not vllm and not deepspeed and not patches and not browser and not site" $(PYTEST)
+	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not vllm and not deepspeed and not patches and not browser and not site and not long" $(PYTEST)
 
 lint: .venv/ready-test
 	.venv/bin/ruff format --check .
@@ -86,6 +86,10 @@ test-vllm: .venv-vllm/ready
 
 test-deepspeed: .venv-deepspeed/ready
 	PYTHONPATH=$(CURDIR)/.venv-deepspeed .venv/bin/python -m pytest -m deepspeed tests/hosts/trl/test_deepspeed.py $(PYTEST)
+
+# Further runs of verl with Ray and of the demo's agents: what they show stands beside shorter runs of `make test`.
+test-long: .venv/ready-test
+	.venv/bin/python -m pytest -n 2 --dist loadfile -m long tests $(PYTEST)
 
 # The site, built as `make site` builds it, and read link by link.
 test-site: .venv/ready-test

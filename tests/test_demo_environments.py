@@ -645,6 +645,7 @@ def test_play_counts_scores_per_level(tokenizer):
     assert policy.play(Scripted(), tokenizer, Grid, rows, temperature=0) == {1: [1.0, 1.0], 2: [0.0, 0.0]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
 def test_the_policies_solve_part_of_the_episodes(kind):
     directory = policy.load_agent_policy(kind.__name__)  # in the user's cache: the first run builds it, in some 30 s

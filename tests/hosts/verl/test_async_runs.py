@@ -14,6 +14,7 @@ from runs import COMMON, PROMPTS, SAMPLES, SEPARATE, STALENESS, Run, check_costs
 pytestmark = pytest.mark.host
 
 
+@pytest.mark.long
 def test_colocate_async_with_a_kill(tmp_path: Path) -> None:
     """Killed in the save of step 3 and resumed from step 2: what was in flight is trained, and the plans go on where
     they were."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from runs import PROMPTS, SAMPLES, Run, finished
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.long]
 
 REFERENCES, STEPS = 4, 3
 

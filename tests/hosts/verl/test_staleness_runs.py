@@ -13,7 +13,7 @@ from runs import PROMPTS, SAMPLES, SEPARATE, STALENESS, Run, finished
 
 from rl_plugins.methods.areal_admission import capacity
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.long]
 
 ETA, STEPS = 4, 7
 BARS = {0: None, 1: "1", 2: "2_3", 3: "2_3", 4: "4_7"}  # of `staleness_share`; none for fresh rows
