@@ -110,3 +110,9 @@ def _imported(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name.partition(".")[0] for alias in node.names]
     return [node.module.partition(".")[0]] if isinstance(node, ast.ImportFrom) and node.module else []
+
+
+def test_no_two_test_files_have_one_name():
+    """pytest imports them by their names; two of one name end the collection, and only where both are collected."""
+    names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names))
