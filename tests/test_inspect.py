@@ -74,7 +74,7 @@ def test_no_text_of_a_completion_acts_on_the_terminal(run: Path) -> None:
     for group in ("0", "1"):
         shown = invoke(str(run), "--batch", "0", "--group", group).output
         assert not {"\x1b", "\x07", "\x9b", "\u202e", "\x00"} & set(shown)
-        assert "\\u001b[2J" in shown and "[bold]markup[/bold]" in shown and "further characters]" in shown
+        assert "\\x1b[2J" in shown and "[bold]markup[/bold]" in shown and "further characters]" in shown
 
 
 @pytest.mark.parametrize("text", HOSTILE)

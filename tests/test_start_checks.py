@@ -14,7 +14,7 @@ from rl_plugins.testing.data import make_run
 
 ENVIRONMENT = "rl_plugins.lab.demo.environments.calculator:Calculator"
 JUDGE = "rl_plugins.lab.demo.judges:digits"
-SWARM = {"exchange": "/tmp/swarm", "node": "me"}
+SWARM = {"exchange": "swarm", "node": "me"}
 
 
 def rows(prompts, size=4):

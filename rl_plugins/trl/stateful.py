@@ -16,7 +16,8 @@ _Host: Any = object  # for the type checker: whatever trainer the mixin is put b
 
 
 class StatefulMixin(_Host):
-    """State inside the checkpoint, and a finite gradient. Without methods every override only calls `super()`."""
+    """State inside the checkpoint, and a finite gradient. Without methods every override only calls `super()`, and a
+    resume from a checkpoint that was made with methods looks at its files first."""
 
     methods = MethodStack([])
     _methods_callback: Any

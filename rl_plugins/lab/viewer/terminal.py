@@ -9,21 +9,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rl_plugins.core.errors import printable
 from rl_plugins.lab.viewer.comparison import SamePrompt, word_differences
 from rl_plugins.lab.viewer.folder import TraceFolder
 
-_NAMES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 LONGEST = 2000  # characters of a text that are printed
 
 
 def visible(text: str, most: int = LONGEST) -> str:
     """A text in which characters that a terminal acts on, or that change the direction of others, are written out."""
     cut = text if len(text) <= most else f"{text[:most]} [{len(text) - most} further characters]"
-    return "".join(_NAMES.get(c, c) if c.isprintable() or c == " " else _NAMES.get(c, _escaped(c)) for c in cut)
-
-
-def _escaped(c: str) -> str:
-    return f"\\u{ord(c):04x}" if ord(c) < 0x10000 else f"\\U{ord(c):08x}"
+    return printable(cut).replace("\n", "\\n")
 
 
 def print_run(trace: TraceFolder, console: Console) -> None:
