@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,31 @@ def test_trainers_end_with_the_comparison_and_a_rerun_has_its_logs_alone(tmp_pat
     for log in logs:
         steps = [line["step"] for line in json_lines(log) if "reward" in line]
         assert steps == list(range(1, 7)), log
+
+
+def test_a_trainer_ends_by_itself_when_its_command_is_killed() -> None:
+    """No later command is needed for it."""
+    trainer = "from rl_plugins.runtime.processes import end_with_command as e; import time; e(); time.sleep(1000)"
+    code = (
+        "import os, subprocess, sys, time\n"
+        "from rl_plugins.runtime.processes import environment\n"
+        f"started = subprocess.Popen([sys.executable, '-c', {trainer!r}], env={{**os.environ, **environment()}})\n"
+        "print(started.pid, flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert command.stdout is not None
+    process = psutil.Process(int(command.stdout.readline()))
+    try:
+        time.sleep(1.0)  # it watches by now, and goes on while the command is there
+        assert alive(process)
+        command.kill()
+        command.wait()
+        until(lambda: not alive(process), "the end of the trainer")
+    finally:
+        command.kill()
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 def test_a_process_that_ignores_everything_is_ended_by_the_next_command(tmp_path: Path) -> None:
