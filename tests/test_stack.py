@@ -28,7 +28,7 @@ from rl_plugins.runtime import registry
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.resume import needs_state, resume, save_run
-from rl_plugins.runtime.stack import MethodStack, build_stack, check_max_unrewarded_batches
+from rl_plugins.runtime.stack import MethodStack, Watcher, build_stack, check_max_unrewarded_batches
 from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_plan, make_rollouts, make_run, make_terms, make_tokens, one_step, start_stack
 from rl_plugins.testing.generation import Simulation
@@ -83,6 +83,11 @@ def test_two_claims_of_an_exclusive_hook_are_refused_by_name(name):
         "Remove `first` or `second` from `methods`."
     )
     assert MethodStack(both[:1]).claims[name] == both[:1]
+    with raises(ConfigError) as e:
+        MethodStack(both, bundle_of={"first": "one", "second": "two"})
+    assert str(e.value).endswith(
+        "`first` is part of `one`: write `-first`. `second` is part of `two`: write `-second`."
+    )
 
 
 def test_a_method_without_a_hook_says_so_when_it_is_called():
@@ -95,11 +100,13 @@ def test_needs_are_the_union():
     stack = MethodStack([method("a", needs={"text", "entropies"}), method("b", needs=frozenset({"text", "column:x"}))])
     assert stack.needs == {"text", "entropies", "column:x"}
     assert MethodStack([method("a")]).needs == set() == MethodStack([]).needs
+    in_loss = MethodStack([method("a", policy_loss=hook(), needs={"x"}), method("b", regularize=hook(), needs={"y"})])
+    assert in_loss.in_loss("x") and in_loss.in_loss("y") and not in_loss.in_loss("z") and not stack.in_loss("text")
 
 
 def test_losses_that_aggregate_differently_are_refused():
     host, total = method("host", regularize=hook()), method("total", policy_loss=hook(), aggregation="sum")
-    with raises(ConfigError, match=r"`total` \(sum\).*`host` \(host\)"):
+    with raises(ConfigError, match=r"^`total` \(sum\) and `host` \(host\)"):
         MethodStack([host, total])
     assert MethodStack([total]).aggregation == "sum" and MethodStack([host]).aggregation == "host"
     without_loss = method("other", plan=hook(), aggregation="sum")
@@ -112,6 +119,13 @@ def test_build_stack_builds_named_methods_with_their_parameters():
     assert stack.methods[0].params.mad_eps == 0.01
     with raises(ConfigError, match=r"`mc_grpo`.*`mad_eps`.*-1.0.*> 0"):
         build_stack(["mc_grpo"], {"mc_grpo": {"mad_eps": -1}})
+    with raises(ConfigError) as e:
+        build_stack(["mc_grpo", "v0"], {"mc_grpo": {"mad_eps": -1}, "v0": {"no_such": 1}})
+    assert [("`mc_grpo`" in line, "`v0`" in line) for line in str(e.value).split("\n")] == [
+        (True, False),
+        (False, True),
+    ]
+    assert build_stack(["vade"], max_unrewarded_batches=7).max_unrewarded_batches == 7
     assert not build_stack([]) and not build_stack(None)
 
 
@@ -174,7 +188,118 @@ def test_the_state_is_not_hidden_from_other_methods_while_one_is_in_the_update()
     assert other.state == {"seen": 1}
 
 
+# ---- who is told
+
+
+class Listener(Watcher):
+    """Keeps what it is told; it looks at batch 0 only."""
+
+    name = "listener"
+    needs = frozenset({"text"})
+
+    def __init__(self):
+        super().__init__()
+        self.others, self.told = [], []
+
+    def looks(self, batch):
+        return batch == 0
+
+    def watches(self, methods):
+        self.others = [m.name for m in methods]
+
+    def saw(self, hook, method, args, result, notes):
+        self.told.append((hook, method, args, result, [note.text for note in notes]))
+
+
+def test_a_watcher_is_told_of_every_driver_hook_with_the_notes_of_that_hook_alone():
+    def noting(text, answer):
+        return lambda self, *args: self.note(None, text) or answer
+
+    m = method("m", start=noting("s", None), plan=noting("p", 5), rewards=noting("r", 6), regularize=noting("l", 7))
+    listener = Listener()
+    stack = MethodStack([m, listener])
+    assert listener.others == ["m", "listener"] and stack.names == ["m"] and m.traced
+    stack.start("a run")
+    assert stack.call("plan", m, "a plan") == 5 and stack.call("rewards", m, "rows") == 6
+    assert stack.call("regularize", m, "terms") == 7  # in the loss, so nobody is told
+    assert stack.call("rewards", m, "more") == 6
+    assert listener.told == [
+        ("plan", "m", ("a plan",), 5, ["s", "p"]),
+        ("rewards", "m", ("rows",), 6, ["r"]),
+        ("rewards", "m", ("more",), 6, ["r"]),
+    ]
+    assert (stack.needs_now, stack.needs) == ({"text"}, {"text"}) and stack.state_dict("f")["methods"].keys() == {"m"}
+    stack.batch = 1
+    assert (stack.needs_now, stack.needs) == (set(), {"text"})
+    alone = method("alone", plan=noting("p", 5))
+    assert MethodStack([alone]).call("plan", alone, "a plan") == 5 and not alone.traced
+    assert Watcher().looks(3) is True
+
+
 # ---- errors
+
+
+def test_what_a_watched_hook_may_not_do_is_refused_by_name(monkeypatch):
+    """Ten entries are changed, of which eight are named."""
+    given = {f"k{i}": torch.zeros(1) for i in range(10)}
+    m = method(
+        "m",
+        rewards=lambda self, given: [x.add_(1) for x in given.values()],
+        select=lambda self, given: torch.rand(1),
+        plan=lambda self, given: self.state.update(kept=[len]),
+        observe=lambda self, given: self.state.pop("kept"),
+    )
+    stack = MethodStack([m])
+    stack.call("plan", m, given)  # nobody watches
+    stack.call("observe", m, given)
+    monkeypatch.setenv("RL_PLUGINS_DEBUG", "1")
+    stack.call("observe", method("fine", observe=hook()), given)
+    with raises(MethodError) as e:
+        stack.call("rewards", m, given)
+    names = ", ".join(f"`dict['k{i}']`" for i in range(8))
+    assert f"`m` changed what it was given in `rewards`: {names}. " in str(e.value)
+    with raises(MethodError, match="`m`.*generator of torch in `select`"):
+        stack.call("select", m, given)
+    with raises(MethodError, match=r"`m` keeps in `plan`.*self\.state\.kept\.0"):
+        stack.call("plan", m, given)
+
+
+@pytest.mark.parametrize("name", ["start", "observe"])
+def test_a_hook_that_returns_nothing_and_has_a_yield_was_not_run(name):
+    def with_yield(self, *args):
+        yield args
+
+    async def in_a_loop(self, *args):
+        yield args
+
+    for function in (with_yield, in_a_loop):
+        m = method("m", **{name: function, "rollout": function})
+        stack = MethodStack([m])
+        with raises(MethodError, match=f"`m` failed in `{name}`: TypeError: it has a `yield`"):
+            stack.call(name, m, None)
+        assert stack.call("rollout", m, None) is not None
+
+
+def test_all_that_methods_find_wrong_with_a_run_is_told_a_line_each():
+    def exits(self, run):
+        raise SystemExit(3)
+
+    def refuses(self, run):
+        raise ConfigError(f"{run} is too short.")
+
+    MethodStack([method("fine")]).check("the run")
+    with raises(ConfigError) as e:
+        MethodStack([method("a", check=refuses), method("fine"), method("b", check=exits)]).check("the run")
+    first, second = str(e.value).split("\n")
+    assert first == "`a`: the run is too short." and second.startswith("`b` failed in `check`: SystemExit: 3.")
+
+
+def test_statistics_a_hook_writes_into_reach_nobody():
+    m = method("m", rewards=hook(lambda r: r.groups.size.zero_()))
+    rollouts = make_rollouts([1.0, 0.0])
+    assert rollouts.groups.size.tolist() == [2]
+    MethodStack([m]).call("rewards", m, rollouts)
+    assert rollouts.groups.size.tolist() == [2]
 
 
 def test_an_error_names_method_hook_message_place_and_way_out():
@@ -432,6 +557,9 @@ def test_what_the_state_dict_holds():
     assert saved["batch"] == 1 and saved["fingerprint"] == "data"
     assert saved["methods"]["counter"]["params"] == {"decay": 0.5, "edges": [0.0, 1.0]}
     assert saved["methods"]["counter"]["version"] == 1 and saved["methods"]["stateless"]["state"] == {}
+    bad = method("bad", start=lambda self, run: self.state.update(f=len))
+    with raises(StateError, match=r"methods\.bad\.state\.f"):
+        start_stack(bad).state_dict("data")
 
 
 class NewVersion(Counter):
@@ -477,7 +605,7 @@ REFUSALS = {
     "with a number below 0": (lambda: counting(), lambda saved: saved.update(draw=-1), "`draw` is '-1' .int."),
     "with a truth as a number": (lambda: counting(), lambda saved: saved.update(extra_prompts=True), "`extra_prompts`"),
     "with no list of groups": (lambda: counting(), lambda saved: saved.update(carried={}), "`carried` is '{}' .dict."),
-    "with a group that is none": (lambda: counting(), lambda saved: saved.update(carried=[[]]), "`carried.0` is"),
+    "with a group that is none": (lambda: counting(), lambda saved: saved.update(carried=[[]]), "`carried.0` is '..'"),
     "with text as a statistic": (lambda: counting(), lambda saved: saved.update(stats={"a": "b"}), "`stats.a` is 'b'"),
     "with a number as fingerprint": (lambda: counting(), lambda saved: saved.update(fingerprint=3), "`fingerprint` is"),
     "with a list of methods": (lambda: counting(), lambda saved: saved.update(methods=[]), "`methods` is"),
@@ -489,7 +617,7 @@ REFUSALS = {
     "without a version": (
         lambda: counting(),
         lambda saved: saved["methods"]["counter"].pop("version"),
-        "`methods.counter` is",
+        r"`methods.counter` is \"{'params': {.{48}\" .dict.",
     ),
     "with text as version": (
         lambda: counting(),
@@ -499,12 +627,12 @@ REFUSALS = {
     "with a list as parameters": (
         lambda: counting(),
         lambda saved: saved["methods"]["counter"].update(params=[]),
-        "`methods.counter.params` is",
+        "`methods.counter.params` is '..'",
     ),
     "with a list as state": (
         lambda: counting(),
         lambda saved: saved["methods"]["counter"].update(state=[1]),
-        "`methods.counter.state` is",
+        "`methods.counter.state` is '.1.'",
     ),
 }
 
@@ -526,7 +654,8 @@ def test_prompts_that_the_run_drew_itself_belong_to_the_dataset():
     drew = start_stack(Stateless())
     drew.extra_prompts = 5
     saved = drew.state_dict("data")
-    for planner in (method("planner", plan=hook()), method("wide", rows_per_rollout=2)):
+    own = [method("planner", **{h: hook()}) for h in ("plan", "select_prompts", "admit")]
+    for planner in (*own, method("wide", rows_per_rollout=2)):
         stack = start_stack(planner)
         with raises(StateError, match=r"5.*data.*x"):
             stack.load_state_dict(saved, "x")
@@ -569,6 +698,9 @@ def test_a_method_that_first_fills_its_state_later_gets_it_back():
     assert fresh.methods[0].state == {}
     fresh.load_state_dict(saved, "data")
     assert fresh.methods[0].state == {"seen": len(make_tokens(make_rollouts([0.0, 1.0, 2.0])))}
+    for now, before in ((counting(Late, decay=0.25), saved), (counting(decay=0.25), counting(Late).state_dict("data"))):
+        with raises(StateError, match="`counter`.*decay: 0.5 -> 0.25"):  # whichever of the two has state
+            now.load_state_dict(before, "data")
 
 
 # ---- resume: everything or nothing
@@ -804,6 +936,9 @@ def test_a_new_stack_has_drawn_nothing_and_lets_nothing_wait():
     stack = MethodStack([])
     assert (stack.batch, stack.draw, stack.extra_prompts) == (0, 0, 0)
     assert (stack.carried, stack.stats, stack.bundle_of) == ([], {}, {})
+    assert (stack.unrewarded, stack.unrewarded_in_a_row, stack.max_unrewarded_batches) == (0, 0, 3)
+    assert (stack.vocabulary, stack.idle_batches, stack.lr_scales, stack.stop_reason) == (None, {}, {}, "")
+    assert stack.notes is None and MethodStack([Listener()]).notes == []
 
 
 def test_the_exclusive_claimant_gets_every_argument():

@@ -303,9 +303,9 @@ class MethodStack(Context):
                 snapshot(method._state, "self.state")
             except StateError as e:
                 raise MethodError(f"Method `{method.name}` keeps in `{hook}` what cannot be saved: {e}") from None
-        if self.watchers and hook in HOOKS and HOOKS[hook].place == "driver":
+        if self.notes is not None and hook in HOOKS and HOOKS[hook].place == "driver":
             for watcher in self.watchers:
-                watcher.saw(hook, method.name, args, result, self.notes or [])
+                watcher.saw(hook, method.name, args, result, self.notes)
             self.notes = []
         return result
 
