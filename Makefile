@@ -13,7 +13,7 @@ export OMP_NUM_THREADS = 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test lint docs site mutants test-patches test-vllm test-deepspeed test-browser test-site test-long clean
+.PHONY: demo test lint docs site mutants test-patches test-vllm test-deepspeed test-browser test-site test-long test-versions clean
 
 demo: .venv/ready-demo
 	.venv/bin/rl-plugins demo $(DEMO)
@@ -99,6 +99,11 @@ test-site: .venv/ready-test
 test-browser: .venv/ready-test
 	$(PIP) -c constraints.txt -e '.[browser]'
 	.venv/bin/python -m pytest -m browser tests/test_inspect_views.py $(PYTEST)
+
+# The tests of the hosts in environments of other versions: half an hour and 3 GB each, removed when it was run.
+# Sets and suites: tests/versions/environments.toml. What passed goes into README by `make docs`.
+test-versions: .venv/ready-test
+	.venv/bin/python tests/versions/run.py --remove $(ENVIRONMENTS)
 
 clean:
 	rm -rf .venv .venv-vllm .venv-deepspeed .venv-mutation demo-results compare-results evidence-results build *.egg-info

@@ -19,7 +19,7 @@ from rl_plugins.runtime.stack import MethodStack
 TESTED: dict[str, tuple[str, str | None]] = {
     "torch": ("2.6", None),
     "transformers": ("5.10", "5.11"),
-    "trl": ("1.16", "1.17"),
+    "trl": ("1.14", "1.17"),
     "peft": ("0.18", None),
     "verl": ("0.9.1", "0.10"),
     "TransferQueue": ("0.1.10", None),
