@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 
@@ -13,8 +14,9 @@ from one_method import method, refused
 from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.rollouts import Shape, TurnTable
 from rl_plugins.runtime import validate
-from rl_plugins.runtime.decide import decide
+from rl_plugins.runtime.decide import check_full, decide, decide_advantages, select_rows
 from rl_plugins.runtime.stack import MethodStack, build_stack
+from rl_plugins.runtime.validate_programs import LARGEST_LOGPROB
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack
 from rl_plugins.testing.data import make_token_ids
 
@@ -171,7 +173,7 @@ def test_not_one_reward_in_the_batch_is_refused():
     strict = MethodStack([], max_unrewarded_batches=0)
     what = "Not one of the 3 completions has a reward"
     text = refused(lambda: run([], make_rollouts([[NAN, NAN]] * 3), stack=strict), what)
-    assert "reward_0, reward_1" in text and "max_unrewarded_batches" in text
+    assert "reward_0, reward_1" in text and "max_unrewarded_batches" in text and "batches before" not in text
     refused(
         lambda: run([method("all", rewards=lambda r: [NAN] * 2)], make_rollouts([1.0, NAN])),
         "Method `all` returned something illegal from `rewards`: every reward is NaN, though 1 of 2 rows had one",
@@ -196,7 +198,7 @@ def test_batches_without_a_reward_are_skipped_up_to_a_limit(caplog):
         assert seen == (["rewards", "select", "advantages", "shape", "observe"] if rollouts is some else ["rewards"])
         assert stack.unrewarded_in_a_row == in_a_row and stack.batch == count + 1 and stack.draw == 0
         assert bool(d.trained.any()) == bool(d.stays.any()) == bool(d.keep_tokens.any()) == (rollouts is some)
-        assert logged()["rl_plugins/unrewarded_batches"] == [1, 2, 2, 3, 4][count]
+        assert logged()["rl_plugins/unrewarded_batches"] == [1, 2, 2, 3, 4][count] and d.rewarded_by == {}
     assert caplog.text.count("Not one of the 4 completions has a reward: every reward function (reward_0)") == 4
     assert "It is number 2 in a row, and at most 3 are skipped" in caplog.text and "Every row" not in caplog.text
     resumed = start_stack(m)
@@ -370,6 +372,10 @@ def test_turns_stay_with_their_tokens_when_rows_leave():
     anchors = ["0.0", "0.0", "0.1", "0.1", "2.0", "2.0", "2.1", "2.1", "2.2", "2.2"]
     assert seen == {"anchors": anchors, "rows": True, "all anchors": anchors, "all rows": True}
     assert decision.advantages.tolist() == [0.0, 0, 1, 1, 0, 0, 20, 20, 21, 21, 22, 22, 0, 0]
+    seen.clear()
+    without = method(select=lambda r: keep, shape=lambda r, t: seen.update(turn=t.turn))
+    run([without], rollouts, tokens.replace(turn=None))
+    assert seen == {"turn": None}
 
 
 def test_the_hosts_and_our_estimator_are_per_row_even_with_as_many_turns_as_rows():
@@ -400,6 +406,67 @@ def test_a_number_per_row_is_not_taken_for_one_per_turn(per, given, why):
     rollouts, tokens = agent_batch([2, 1, 3])
     m = method("odd", advantages=lambda r: torch.ones(given), advantages_per=per)
     refused(lambda: run([m], rollouts, tokens), "Method `odd` returned something illegal from `advantages`: ", why)
+
+
+# ---- decisions by rows
+
+
+def test_a_stack_that_reads_no_token_decides_per_row_whoever_makes_the_advantages():
+    """Row 0 leaves in `select`, row 3 in `shape`, and row 2 has no token."""
+    rollouts = make_rollouts([4.0, 1.0, 2.0, 3.0], lengths=[2, 1, 0, 3])
+    hooks = {
+        "rewards": lambda r: r.reward * 2,
+        "select": lambda r: r.reward < 8,
+        "shape": lambda r, t: Shape(keep_rows=r.reward < 6, row_columns={"weight": r.reward}),
+        "needs": set(),
+    }
+    host = torch.tensor([7.0, 6.0, 5.0, 4.0])
+    own = {"advantages": lambda r: r.reward - 1}
+    for who, given, made, of_row_1 in (("m", host, own, 1), ("host", host, {}, 6), ("host", "unread", {}, 3)):
+        stack = MethodStack([method(**hooks, **made)])
+        d = decide_advantages(stack, select_rows(stack, rollouts), None, given, lambda r: r.reward + 1, 2)
+        assert (d.estimator, d.row_advantages.tolist()) == (who, [0.0, of_row_1, 0.0, 0.0])
+        assert d.stays.tolist() == [False, True, True, False] and d.trained.tolist() == [False, True, False, False]
+        assert (d.keep_tokens, d.advantages, d.old_logprobs, d.token_columns, d.uniform) == (None, None, None, {}, True)
+        assert d.row_columns["weight"].tolist() == [0.0, 2.0, 4.0, 6.0] and list(d.rewarded_by) == ["m"]
+        assert d.rollouts.kept.tolist() == [False, True, True, True]
+    plain = decide(MethodStack([]), rollouts, None, None, lambda r: r.reward + 1, 4)
+    assert plain.estimator == "rl_plugins" and plain.row_advantages.tolist() == [5.0, 2.0, 0.0, 4.0]
+
+
+def test_a_host_may_give_the_tokens_of_those_rows_only_that_select_left():
+    rollouts = make_rollouts([4.0, 1.0, 2.0], lengths=[2, 1, 2])
+    stack = MethodStack([method(select=lambda r: r.reward < 4, observe=lambda r, t, s: seen.append(t.row.tolist()))])
+    tokens, seen = make_tokens(rollouts), []
+    part = tokens.subset(tokens.row > 0)
+    host = torch.tensor([1.0, 2.0, 2.0])
+    d = decide_advantages(stack, select_rows(stack, rollouts), part, host, grpo_advantages, 2)
+    assert seen == [[1, 2, 2]] and d.advantages.tolist() == host.tolist() and d.keep_tokens.tolist() == [True] * 3
+    assert d.row_advantages.tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("hook", ["shape", "observe"])
+@pytest.mark.parametrize("read", [lambda t: t.advantages, len])
+def test_tokens_nobody_asked_for_are_refused_by_name(hook, read):
+    m = method("m", **{hook: lambda r, t, *stats: read(t)}, needs=set())
+    for tokens in (make_tokens(TWO), None):
+        call = lambda tokens=tokens: decide(MethodStack([m]), TWO, tokens, None, grpo_advantages, 2)
+        refused(call, "Method `m` failed in", f"`{hook}`", "`m` reads `tokens`", 'Add "tokens" to its `needs`')
+
+
+def test_what_stands_for_tokens_can_be_copied():
+    seen = []
+    run([method(observe=lambda r, t, s: seen.append(copy.copy(t)), needs=set())], TWO)
+    refused(lambda: seen[0].row, "`m` reads `tokens`")
+
+
+@pytest.mark.parametrize("name", ["advantages", "old_logprobs", "keep_tokens", "token_columns"])
+def test_values_per_token_take_tokens(name):
+    value = {"x": torch.ones(3)} if name == "token_columns" else torch.ones(3, dtype=torch.bool)
+    m = method("m", shape=lambda r, t: Shape(**{name: value}), needs=set())
+    for tokens in (make_tokens(TWO), None):
+        call = lambda tokens=tokens: decide(MethodStack([m]), TWO, tokens, None, grpo_advantages, 2)
+        refused(call, "Method `m` returned something illegal from `shape`", 'Add "tokens" to its `needs`')
 
 
 # ---- shaping
@@ -449,6 +516,23 @@ def test_a_later_shape_sees_what_the_earlier_one_made():
     assert seen == [([2.0, 2.0, 3.0, 3.0], [False, True, False, True], [0.0] * 4)]
     assert d.keep_tokens.tolist() == [False, True, False, False] and d.trained.tolist() == [True, False]
     assert d.old_logprobs.tolist() == [0.0] * 4
+
+
+def test_old_logprobs_of_tokens_that_stay_are_no_densities():
+    """At most 0, but for what engines round; a diffusion policy has no vocabulary, and densities of any size."""
+
+    def old(values, kept, vocabulary=8):
+        given = torch.tensor(values)
+        stack = MethodStack([method("m", shape=lambda r, t: Shape(old_logprobs=given, keep_tokens=t.row == kept))])
+        stack.vocabulary = vocabulary
+        return run([], TWO, stack=stack).old_logprobs.tolist()
+
+    for kept, vocabulary in ((0, 8), (1, None)):
+        assert old([-1.0, 0.5, 0.25], kept, vocabulary) == [-1.0, 0.5, 0.25]
+    why = "Method `m` returned something illegal from `shape`: `old_logprobs` has 0.5, "
+    refused(lambda: old([-1.0, 0.5, 0.25], 1), why)
+    rounded = float(torch.tensor(LARGEST_LOGPROB))
+    assert old([-1.0, rounded, -1.0], 1)[1] == rounded
 
 
 def test_old_logprobs_are_only_there_if_a_method_gave_some():
@@ -536,6 +620,10 @@ def test_no_row_left_is_a_decision_too():
     assert d.row_columns["x"].tolist() == [0.0] * 4 and d.estimator == "rl_plugins"
     empty = run([], make_rollouts([]))
     assert len(empty.trained) == len(empty.advantages) == 0
+    program = method("program", rollout=lambda prompt: None)
+    assert run([program], make_rollouts([1.0, 0.0])).trained.all()
+    why = "Method `program` returned something illegal from `rollout`: no rollout for any prompt of the batch."
+    refused(lambda: run([program], make_rollouts([])), why)
 
 
 def test_groups_of_one_have_advantage_0():
@@ -560,6 +648,21 @@ def test_more_rows_than_the_batch_holds_is_an_error_with_the_sizes_of_the_groups
     refused(lambda: run([leaves], rollouts, budget=3), "4 rows would be trained", "group -4: 2, ")
     many = make_rollouts([1.0] * 40, list(range(40)))
     assert refused(lambda: run([], many, budget=1)).count("group ") == 32
+
+
+def test_methods_are_held_to_their_word_that_the_batch_stays_full():
+    def left(rewards, **flags):
+        stack = MethodStack([method("m", select=lambda r: r.reward > 0, **flags)] if flags else [])
+        check_full(stack, run([], make_rollouts(rewards), stack=stack), 4)
+
+    word = {"keeps_batch_size": True}
+    left([1.0] * 4, **word)
+    left([1.0] * 5, **word)
+    left([NAN] * 4, **word)  # the batch is skipped
+    left([1.0, 0.0, 0.0, 1.0], keeps_batch_size=False)
+    left([1.0, 1.0])  # nobody took any
+    refused(lambda: left([1.0, 0.0, 1.0, 1.0], **word), "1 of 4 rows are missing", "`m` states `keeps_batch_size`")
+    refused(lambda: left([1.0, 0.0, NAN, 1.0], **word), "2 of 4 rows are missing")
 
 
 def test_nothing_that_was_given_is_changed():
@@ -594,6 +697,17 @@ def test_what_a_hook_returns_keeps_no_graph():
 
 # ---- illegal return values
 
+
+class Exits:
+    """An answer that ends the process when it is looked at."""
+
+    def __len__(self):
+        raise SystemExit(0)
+
+    __getitem__ = __iter__ = __len__
+
+
+UNREADABLE = "it cannot be read (SystemExit: 0)."
 TWO = make_rollouts([1.0, 0.0], lengths=[1, 2])
 ILLEGAL = {
     "rewards": [
@@ -604,8 +718,10 @@ ILLEGAL = {
         ([1.0, None], "must be a tensor"),
         ("good", "must be a tensor (or numbers that make one), it gave str"),
         (object(), "it gave object"),
+        (Exits(), UNREADABLE),
     ],
     "select": [
+        (Exits(), UNREADABLE),
         (torch.ones(2), "must be a bool tensor, it gave torch.float32"),
         ([1, 0], "must be a bool tensor, it gave torch.int64"),
         (torch.ones(3, dtype=torch.bool), "one number per row (2) is needed; it gave (3,)"),
@@ -613,6 +729,7 @@ ILLEGAL = {
         ({"keep": 1}, "it gave dict"),
     ],
     "advantages": [
+        (Exits(), UNREADABLE),
         (
             torch.ones(3),
             'one number per row (2) is needed, as the class says with advantages_per = "row"; it gave (3,)',
@@ -625,6 +742,8 @@ ILLEGAL = {
     ],
     "shape": [
         (torch.ones(2), "Tensor instead of a Shape"),
+        (Shape(keep_rows=Exits()), UNREADABLE),
+        (Shape(row_columns=[1.0, 2.0]), "`row_columns` is list"),
         ({"advantages": torch.ones(3)}, "dict instead of a Shape"),
         (Shape(advantages=torch.ones(2)), "`advantages` needs one entry per token (3), it has (2,)"),
         (Shape(advantages=torch.tensor([1.0, NAN, 0.0])), "`advantages` has values that are not finite"),

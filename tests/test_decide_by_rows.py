@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from one_method import method, refused
+from one_method import method
 
 from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.groups import Groups, places
 from rl_plugins.core.rollouts import Shape, Tokens
-from rl_plugins.runtime.decide import Decision, decide, decide_advantages, select_rows
+from rl_plugins.runtime.decide import Decision, decide
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_rollouts, make_tokens
 
@@ -73,38 +72,12 @@ def test_decisions_by_rows_equal_those_with_tokens(data) -> None:
         assert found[0] == found[1]
 
 
-def test_the_hosts_advantages_may_stand_unread() -> None:
-    stack, rollouts = MethodStack([method("drop", shape=drop_some, needs=set())]), make_rollouts([1.0, 0, 1, 0])
-    decision = decide_advantages(stack, select_rows(stack, rollouts), None, "unread", grpo_advantages, 4)
-    assert decision.estimator == "host" and decision.stays.tolist() == [True, False, True, True]
-
-
 def test_who_reads_tokens_is_told_from_the_stack() -> None:
     reader = method("reader", shape=lambda r, t: None, needs={"tokens", "entropies"})
     other = method("other", policy_loss=lambda t: t.logprobs, needs={"old_logprobs", "tokens"})
     assert MethodStack([other, method("rows", observe=lambda r, t, s: None, needs=set())]).reads_tokens is False
     assert MethodStack([reader, other]).token_columns == {"entropies"}, "only what driver hooks read is gathered"
     assert MethodStack([method(advantages=lambda r: r.reward, advantages_per="turn", needs={"turns"})]).reads_tokens
-
-
-@pytest.mark.parametrize("hook", ["shape", "observe"])
-@pytest.mark.parametrize("read", [lambda t: t.advantages, len])
-def test_tokens_nobody_asked_for_are_refused_by_name(hook, read) -> None:
-    m = method("m", **{hook: lambda r, t, *stats: read(t)}, needs=set())
-    rollouts = make_rollouts([1.0, 0.0])
-    for tokens in (make_tokens(rollouts), None):
-        run = lambda tokens=tokens: decide(MethodStack([m]), rollouts, tokens, None, grpo_advantages, 2)
-        refused(run, "Method `m` failed in", f"`{hook}`", "`m` reads `tokens`", 'Add "tokens" to its `needs`')
-
-
-@pytest.mark.parametrize("name", ["advantages", "old_logprobs", "keep_tokens", "token_columns"])
-def test_values_per_token_take_tokens(name) -> None:
-    value = {"x": torch.ones(3)} if name == "token_columns" else torch.ones(3, dtype=torch.bool)
-    m = method("m", shape=lambda r, t: Shape(**{name: value}), needs=set())
-    rollouts = make_rollouts([1.0, 0.0])
-    for tokens in (make_tokens(rollouts), None):
-        run = lambda tokens=tokens: decide(MethodStack([m]), rollouts, tokens, None, grpo_advantages, 2)
-        refused(run, "`m`", "`shape`", 'Add "tokens" to its `needs`')
 
 
 @given(st.lists(st.integers(0, 5), max_size=8))
