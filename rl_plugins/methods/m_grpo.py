@@ -11,53 +11,71 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins import Groups, Idle, Method, MethodError, MethodParams, Rollouts, Shape, Tokens, from_params, param
-from rl_plugins.kit.agents.turns import joint, normalized
+from rl_plugins import (
+    Groups,
+    Idle,
+    Method,
+    MethodError,
+    MethodParams,
+    Rollouts,
+    Shape,
+    Tokens,
+    from_params,
+    param,
+    signals,
+)
+from rl_plugins.core.groups import joint
 
 _CLOSE = 1e-6  # a host may hold rewards in float32, where 0.1 is above 0.1
-_OUTCOME = {"sub_reward": "outcome"}
+_OUTCOME, _COMPOSITE = {"sub_reward": "outcome"}, {"sub_reward": "composite"}
+_MADE = {"sub_reward": ("composite", "outcome")}
 
 
 class MGrpo(Method):
     """GRPO for a main agent that delegates to sub-agents: groups by role, and trajectories aligned to fixed numbers.
 
-    Reconstruction: the alignment of trajectories and the treatment of a query without delegation are ours. Rewards and
-    the sub-agent's format rule come from the authors' code, groups per query and agent from the paper.
-
     For a query, K rollouts of the main agent M are made; rollout k calls sub-agents d_k >= 0 times, and every call has
-    its own trajectory and its own row. With the reward R_k of rollout k's main row and the format score f in {0, 1} of
-    a sub-agent's row (its reward from the host's reward functions):
+    its own trajectory and its own row. With the reward R_k of rollout k's main row, c_k = [R_k > right_above], the
+    format score f in {0, 1} of a sub-agent's row and an expert's judgment e in [0, 1] of it:
 
-        R_S = 0            if f = 0
-              sub_right    else if R_k > right_above          (1.0 and 0.1 in the code)
-              sub_wrong    else                               (0.1)
+        R_S = 0                                                                      if f = 0
+              format_weight + correct_weight c_k + expert_weight e                   `composite` (paper: .1, .4, .5)
+              sub_right if c_k else sub_wrong                                        `outcome` (code: 1 and 0.1)
 
-        A = (R - mean(R)) / (std(R) + std_eps)      over the rows of the same query and the same agent, divisor n - 1
+    f > 0 is the row's own reward from the host's reward functions, and e the column `expert_column`; without a column
+    the row's own reward is e, too. The main agent's reward is the user's; `main_reward` is the paper's.
 
-    Then the sub-agents' rows of every rollout are aligned to D = `sub_per_rollout`. If there are more, D stay, drawn
-    without replacement. If there are fewer, copies of the rollout's own rows are added, drawn with replacement. A
-    rollout without any gets D rows of its query (`fill_empty`). Statistics are those before. c copies of a row are one
-    row with advantage c A.
+    The sub-agents' rows of every rollout are aligned to d = `sub_per_rollout`. If there are more, d stay, drawn without
+    replacement. If there are fewer, copies of the rollout's own rows are added, drawn with replacement. A rollout
+    without any gets d rows of its query (`fill_empty`, ours). With n the rows of the same query and the same agent,
+
+        A = (R - mean(R)) / (std(R) + std_eps)      divisor n - `ddof`; n counts copies (`statistics: aligned`), or the
+                                                    rows as they were made (`before`)
+
+    c copies of a row are one row with advantage c A. `m_grpo_ratio` has the paper's importance ratio of the whole
+    trajectory. The authors' code has the host's ratio of each token, no alignment, `sub_reward: outcome`, `ddof: 1` and
+    `std_eps: 1e-6`.
 
     Symbols: rewards and advantages are (rows,) float64. Column `agent_column` has the agent's name, `main_agent` for M.
     Rows of rollout k differ in `index`; each holds its own agent's tokens only. Draws are from `self.rng`.
 
     Special cases: rows without a reward (NaN) count in no statistic; a sub-agent's row leaves, and its place is filled.
     If M's row has no reward, its sub-agents' rows have none. A row without another of its kind has A = 0 and a warning;
-    equal rewards give 0. Several kinds of sub-agents form separate groups and share the D places.
+    equal rewards give 0. Several kinds of sub-agents form separate groups and share the d places.
 
     Raises:
-        MethodError: rows do not say their agent, or no row is the main agent's.
+        MethodError: rows do not say their agent, no row is the main agent's, or an expert's judgment is no number.
 
-    Source: arXiv 2511.13288; `MrlX-DeepResearch/agent_co_train/sub_agent_reward.py` (compute_format_score) and
-    `sub_agent_multiturn.py` (reward_func) of the authors' code.
+    Source: arXiv 2511.13288v2, eq. 4, 5, 9 to 13 and sections 4.2 and 5.1;
+    `MrlX-DeepResearch/agent_co_train/sub_agent_reward.py` (compute_format_score) and `sub_agent_multiturn.py`
+    (reward_func) of the authors' code at 0d04788.
     """
 
     name = "m_grpo"
-    fidelity = "reconstruction"
+    fidelity = "paper"
     does = "Trains a main agent and its sub-agents, each compared with its own kind"
     problems = ("agents",)
-    needs = from_params(lambda p: {"tokens", "several_rollouts", f"column:{p.agent_column}"})
+    needs = from_params(lambda p: signals("tokens", "several_rollouts", columns=(p.agent_column, p.expert_column)))
     rows_per_rollout = from_params(lambda p: 1 + p.sub_per_rollout)
     idle = (Idle({"calls": 0}, "no sub-agent was called. Check the prompt and `parse` of m_grpo_rollout."),)
 
@@ -65,19 +83,29 @@ class MGrpo(Method):
     class Params(MethodParams):
         main_agent: str = param("main", "name of the main agent in `agent_column`")
         agent_column: str = param("agent", "name of the column with each row's agent")
-        sub_reward: Literal["outcome", "own"] = param(
-            "outcome", "a sub-agent's: format and outcome (code), or its own reward"
+        sub_reward: Literal["composite", "outcome", "own"] = param(
+            "composite", "a sub-agent's: format, outcome and expert (paper), the first two (code), or its own reward"
         )
-        right_above: float = param(0.1, "reward above which the main agent is right", only_if=_OUTCOME)
+        right_above: float = param(0.1, "reward above which the main agent is right", only_if=_MADE)
+        format_weight: float = param(0.1, "beta_1, reward of a sub-agent's valid format", ge=0, only_if=_COMPOSITE)
+        correct_weight: float = param(0.4, "beta_2, weight of the main agent's outcome", ge=0, only_if=_COMPOSITE)
+        expert_weight: float = param(0.5, "beta_3, weight of the expert's judgment", ge=0, only_if=_COMPOSITE)
+        expert_column: str = param(
+            "", "name of the column with the expert's judgment; empty: the row's own reward", only_if=_COMPOSITE
+        )
         sub_right: float = param(1.0, "reward of a well-formed sub-agent if the main agent is right", only_if=_OUTCOME)
         sub_wrong: float = param(0.1, "reward of a well-formed sub-agent if the main agent is wrong", only_if=_OUTCOME)
-        std_eps: float = param(1e-6, "constant added to the standard deviation", gt=0)
-        align: bool = param(True, "alignment to `sub_per_rollout` rows per rollout; false: all rows stay")
-        sub_per_rollout: int = param(4, "D, number of sub-agents' rows of a rollout in the aligned batch (ours)", ge=1)
+        statistics: Literal["aligned", "before"] = param(
+            "aligned", "rows that mean and deviation count: with their copies, or as made", only_if={"align": True}
+        )
+        ddof: Literal[0, 1] = param(0, "subtracted from n in the deviation's divisor (code: 1)")
+        std_eps: float = param(0.0, "constant added to the standard deviation (code: 1e-6)", ge=0)
+        align: bool = param(True, "alignment to `sub_per_rollout` rows per rollout; false: all rows stay (code)")
+        sub_per_rollout: int = param(8, "d, number of sub-agents' rows of a rollout in the aligned batch", ge=1)
         fill_empty: bool = param(True, "rows of other rollouts replace missing ones (ours)", only_if={"align": True})
 
     def rewards(self, rollouts: Rollouts) -> Tensor | None:
-        """Sub-agents' rewards from their format score and the outcome of the main agent that called them."""
+        """Sub-agents' rewards from their format, the main agent that called them, and an expert."""
         p, own = self.params, rollouts.reward
         main, _ = self._agents(rollouts)
         if not bool(main.any()):
@@ -97,27 +125,31 @@ class MGrpo(Method):
             format=own,
             outcome=outcome,
         )
-        reward = torch.where(own > 0, right * p.sub_right + (1 - right) * p.sub_wrong, 0.0)
-        return torch.where(main, own, torch.where(torch.isnan(outcome + own), torch.nan, reward))
+        if p.sub_reward == "outcome":
+            reward = torch.where(own > 0, right * p.sub_right + (1 - right) * p.sub_wrong, 0.0)
+            known = outcome + own
+        else:
+            expert = self._judged(rollouts, main) if p.expert_column else own
+            weights = (p.format_weight, p.correct_weight, p.expert_weight)
+            reward = sub_reward(own, right, expert, weights)
+            known = outcome + own + torch.where(own > 0, expert, 0.0)
+        return torch.where(main, own, torch.where(torch.isnan(known), torch.nan, reward))
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
-        reward = rollouts.reward
+        p, reward = self.params, rollouts.reward
         main, agent = self._agents(rollouts)
         groups = Groups(joint(rollouts.group, agent))
         if bool((groups.n(reward) == 1).any()):
             self.warn("a row has no other row of its query and agent to compare with, so its advantage is 0.")
         self.log("reward_main", reward[main].nanmean())
         self.log("reward_sub", reward[~main].nanmean())
-        return torch.nan_to_num(normalized(reward, groups, True, self.params.std_eps), nan=0.0)
+        copies = self._copies(rollouts, main) if p.statistics == "aligned" else torch.ones_like(rollouts.group)
+        return aligned_advantages(reward, copies, groups, p.ddof, p.std_eps)
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
         """Sub-agents' rows leave or weigh as much as their copies."""
-        p = self.params
         main, _ = self._agents(rollouts)
-        sub = ~main & ~torch.isnan(rollouts.reward)
-        copies = (main | sub).long()
-        if p.align:
-            copies[sub] = self._align(rollouts, sub)
+        copies = self._copies(rollouts, main)
         parents = Groups(joint(rollouts.group, rollouts.rollout))
         calls, made = parents.sum((~main).double()), copies[~main].sum()
         self.log("calls", calls.mean(), weight=parents.count)
@@ -125,6 +157,26 @@ class MGrpo(Method):
         self.log("dropped", (copies[~main] == 0).double().sum() / calls.sum().clamp(min=1))
         self.log("copies", (copies[~main] - 1).clamp(min=0).sum() / made.clamp(min=1))
         return Shape(advantages=tokens.advantages * copies[tokens.row], keep_rows=copies > 0)
+
+    def _judged(self, rollouts: Rollouts, main: Tensor) -> Tensor:
+        """(rows,) float64 the expert's judgments; NaN where there is none, and for main agents."""
+        column = self.params.expert_column
+        given = [None if m else e for m, e in zip(main.tolist(), rollouts.meta[column], strict=True)]
+        try:
+            return torch.tensor([torch.nan if e is None else float(e) for e in given], dtype=torch.float64)
+        except (TypeError, ValueError) as error:
+            raise MethodError(
+                f"column `{column}` of a sub-agent's row has no number ({error}). It must hold a number from 0 to 1, "
+                f"or None where there is no judgment."
+            ) from error
+
+    def _copies(self, rollouts: Rollouts, main: Tensor) -> Tensor:
+        """(rows,) int64 how often each row is in the aligned batch: the same in every hook of a batch."""
+        sub = ~main & ~torch.isnan(rollouts.reward)
+        copies = (main | sub).long()
+        if self.params.align:
+            copies[sub] = self._align(rollouts, sub)
+        return copies
 
     def _align(self, rollouts: Rollouts, sub: Tensor) -> Tensor:
         """How often each sub-agent's row is in the aligned batch, in the order of the rows."""
@@ -150,6 +202,56 @@ class MGrpo(Method):
         number = {name: i for i, name in enumerate(sorted(set(names)))}
         agent = torch.tensor([number[name] for name in names], dtype=torch.int64)
         return agent == number.get(p.main_agent, -1), agent
+
+
+def main_reward(valid: Tensor, correct: Tensor, format_weight: float = 0.1, correct_weight: float = 0.9) -> Tensor:
+    """The main agent's reward in the paper (eq. 4): `format_weight + correct_weight * correct`, or 0 where its format
+    is not valid.
+
+    Args:
+        valid: (rows,) above 0 where the format is valid. correct: (rows,) from 0 to 1.
+    """
+    return torch.where(valid > 0, format_weight + correct_weight * correct, 0.0)
+
+
+def sub_reward(
+    valid: Tensor, correct: Tensor, expert: Tensor, weights: tuple[float, float, float] = (0.1, 0.4, 0.5)
+) -> Tensor:
+    """A sub-agent's reward in the paper (eq. 5), or 0 where its format is not valid.
+
+    Args:
+        valid: (rows,) above 0 where the format is valid. correct: (rows,) outcome of the main agent that called it.
+        expert: (rows,) judgment of its own work, from 0 to 1.
+        weights: of format, outcome and judgment.
+    """
+    of_format, of_outcome, of_expert = weights
+    return torch.where(valid > 0, of_format + of_outcome * correct + of_expert * expert, 0.0)
+
+
+def aligned_advantages(reward: Tensor, copies: Tensor, groups: Groups, ddof: int = 0, eps: float = 0.0) -> Tensor:
+    """(rows,) `(R - mean) / (std + eps)` of a batch in which each row is there as often as it has copies (eq. 9, 10, 12
+    and 13); 0 where all rewards are equal, and for rows without one.
+
+    Args:
+        reward: (rows,) float64, NaN: in no statistic.
+        copies: (rows,) int64, 0: the row is not in the batch.
+        groups: rows that are compared.
+        ddof: the deviation has the divisor n - ddof.
+    """
+    mean, std = copied_statistics(reward, copies, groups, ddof)
+    return ((reward - groups.rows(mean)) / groups.rows(std + eps)).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def copied_statistics(reward: Tensor, copies: Tensor, groups: Groups, ddof: int = 0) -> tuple[Tensor, Tensor]:
+    """(groups,) mean and deviation of rewards that count as often as they have copies. Equal rewards have exactly that
+    mean and the deviation 0. Arguments as of `aligned_advantages`."""
+    counted = torch.where(copies > 0, reward, torch.nan)
+    weight = torch.where(torch.isnan(counted), 0.0, copies.double())
+    anchor = groups.min(counted)
+    n, away = groups.sum(weight), counted - groups.rows(anchor)
+    shift = groups.sum(weight * away) / n
+    square = groups.sum(weight * (away - groups.rows(shift)) ** 2)
+    return anchor + shift, torch.where(n > ddof, (square / (n - ddof)).sqrt(), 0.0)
 
 
 def alignment(

@@ -220,6 +220,18 @@ def test_no_call_and_a_parser_that_fails():
     assert len(rows) == 1 and logged["m_grpo_rollout/parse_failed"] == 1
 
 
+def test_an_expert_judges_each_call_by_its_task_and_result():
+    """A judgment that failed or is no number is none."""
+    judgments = {("x", "7"): 0.75, ("y", "8"): "good"}
+    script = {"<q>": CALL, "<x>": "ok <result>7</result>", "<y>": "8"}
+    (rows,), logged = team(scripted(script), expert=lambda *asked: judgments[asked])
+    assert [r.meta["expert"] for r in rows] == [0.75, None, None]
+    assert logged["m_grpo_rollout/expert_failed"] == 0.5
+    (rows,), logged = team(scripted({"<q>": "42"}), expert=lambda *asked: 1 / 0)
+    assert rows[0].meta["expert"] is None and "m_grpo_rollout/expert_failed" not in logged
+    assert "column:expert" in MGrpoRollout(MGrpoRollout.Params(expert=len)).brings - MGrpoRollout().brings
+
+
 ONE_CALL = "<tool_call>x</tool_call>"
 REJECTED = "These claims of your message were rejected. Write it again without them:\n- "
 

@@ -17,10 +17,18 @@ from scipy import stats
 
 from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.groups import Groups
 from rl_plugins.core.losses import ppo_clip
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Rollouts
-from rl_plugins.methods.m_grpo import MGrpo, alignment, sub_agent_format
+from rl_plugins.methods.m_grpo import (
+    MGrpo,
+    aligned_advantages,
+    alignment,
+    copied_statistics,
+    main_reward,
+    sub_agent_format,
+)
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack
@@ -31,6 +39,14 @@ NAN = float("nan")
 
 def method(**params) -> MGrpo:
     return MGrpo(MGrpo.Params(**params))
+
+
+def code(**params) -> MGrpo:
+    """With the rewards and statistics of the authors' code."""
+    values = {**CODE, **params}
+    if not values.get("align", True):
+        del values["statistics"]  # there are no copies
+    return method(**values)
 
 
 def rows_of(rows, column="agent") -> Rollouts:
@@ -44,6 +60,9 @@ def rows_of(rows, column="agent") -> Rollouts:
     return make_rollouts(reward, group, rollout=torch.tensor(rollout), index=torch.tensor(index), meta={column: agent})
 
 
+CODE = {"sub_reward": "outcome", "statistics": "before", "ddof": 1, "std_eps": 1e-6}
+
+
 def of_query(*rollouts, query=0):
     """Rows of rollouts, each (main reward, [sub-agent rewards])."""
     rows = []
@@ -52,8 +71,9 @@ def of_query(*rollouts, query=0):
     return rows
 
 
-def oracle(rows, p):
+def oracle(rows, p, copies=None):
     """Rewards and advantages as loops over rows, in Python floats."""
+    copies = [1] * len(rows) if copies is None else copies
     reward = []
     for q, k, agent, own in rows:
         main = [r for q2, k2, a, r in rows if (q2, k2, a) == (q, k, "main") and not math.isnan(r)]
@@ -62,15 +82,24 @@ def oracle(rows, p):
         elif not main or math.isnan(own):
             reward.append(NAN)
         else:
-            reward.append(0.0 if own <= 0 else p.sub_right if main[0] > p.right_above + 1e-6 else p.sub_wrong)
+            right = main[0] > p.right_above + 1e-6
+            made = p.format_weight + p.correct_weight * right + p.expert_weight * own
+            if p.sub_reward == "outcome":
+                made = p.sub_right if right else p.sub_wrong
+            reward.append(0.0 if own <= 0 else made)
     out = []
     for (q, _, agent, _), r in zip(rows, reward, strict=True):
-        kind = [x for (q2, _, a, _), x in zip(rows, reward, strict=True) if (q2, a) == (q, agent) and not math.isnan(x)]
-        if math.isnan(r) or max(kind) == min(kind):
+        kind = [
+            x
+            for (q2, _, a, _), x, c in zip(rows, reward, copies, strict=True)
+            if (q2, a) == (q, agent) and not math.isnan(x)
+            for _ in range(c)
+        ]
+        if math.isnan(r) or not kind or max(kind) == min(kind):
             out.append(0.0)
             continue
         mean = math.fsum(kind) / len(kind)
-        std = math.sqrt(math.fsum((x - mean) ** 2 for x in kind) / (len(kind) - 1))
+        std = math.sqrt(math.fsum((x - mean) ** 2 for x in kind) / (len(kind) - p.ddof))
         out.append((r - mean) / (std + p.std_eps))
     return reward, out
 
@@ -82,10 +111,37 @@ def oracle(rows, p):
 def check_format_rule_and_rewards(case):
     score = sub_agent_format(plain(case.inputs["messages"]))
     assert score == case.expected["format_score"]
-    params, rewards = case.build(MGrpo), case.expected["sub_reward_by_main_score"]
+    params, rewards = case.build(MGrpo, **CODE), case.expected["sub_reward_by_main_score"]
     for main in rewards:
         for number in (float(main), float(np.float32(main))):  # a host may hold rewards in float32
             assert MGrpo(params).rewards(rows_of(of_query((number, [score])))).tolist() == [number, rewards[main]]
+
+
+@GOLDEN.kind("correct")
+def check_main_reward(case):
+    """Eq. 4, and its advantages among the rollouts of one query (eq. 9, 10)."""
+    valid, correct = (torch.tensor(case.inputs[name], dtype=torch.float64) for name in ("format", "correct"))
+    reward = main_reward(valid, correct, case.params["alpha1"], case.params["alpha2"])
+    assert reward.tolist() == pytest.approx(case.expected["reward"], abs=1e-12)
+    rows = [(0, k, "main", r) for k, r in enumerate(reward.tolist())]
+    found = one_step(start_stack(method()), rows_of(rows)).row_advantages
+    assert found.tolist() == pytest.approx(case.expected["advantage_population_std"], abs=1e-9)
+
+
+@GOLDEN.kind("copies")
+def check_statistics_after_alignment(case):
+    """Eq. 12, 13: of one query, with the copies as given."""
+    given_, p = case.inputs, case.params
+    copies = [torch.tensor(of_rollout) for of_rollout in given_["copies"]]
+    assert {int(c.sum()) for c in copies} == {given_["d"]}
+    rewards = [torch.tensor(of_rollout, dtype=torch.float64) for of_rollout in given_["rewards_before"]]
+    reward, copies = torch.cat(rewards), torch.cat(copies)
+    groups = Groups(torch.zeros(len(reward), dtype=torch.int64))
+    mean, std = copied_statistics(reward, copies, groups, p["ddof"])
+    assert [float(mean), float(std)] == pytest.approx([case.expected["mean"], case.expected["std"]], abs=1e-12)
+    found = aligned_advantages(reward, copies, groups, p["ddof"], p["eps"]).split([len(r) for r in rewards])
+    for of_rollout, wanted in zip(found, case.expected["advantage"], strict=True):
+        assert of_rollout.tolist() == pytest.approx(wanted, abs=1e-9)
 
 
 @pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
@@ -146,13 +202,20 @@ calls = st.lists(st.tuples(st.sampled_from(["sub", "coder"]), st.sampled_from([0
         lambda rollouts: any(m == m for _, m, _ in rollouts)
     ),
     order=st.randoms(use_true_random=False),
+    params=st.sampled_from(
+        [
+            {**CODE, "align": False, "statistics": "aligned", "std_eps": 1e-3, "sub_right": 0.9, "sub_wrong": 0.2},
+            {"align": False, "correct_weight": 0.3},
+            {"align": False, "ddof": 1, "std_eps": 0.1},
+        ]
+    ),
 )
-def test_equals_the_loop_on_ragged_shuffled_queries_with_nan(rollouts, order):
+def test_equals_the_loop_on_ragged_shuffled_queries_with_nan(rollouts, order, params):
     rows = []
     for k, (q, main, subs) in enumerate(rollouts):
         rows += [(q, k, "main", main), *((q, k, agent, r) for agent, r in subs)]
     order.shuffle(rows)
-    m = method(align=False, std_eps=1e-3, sub_right=0.9, sub_wrong=0.2)
+    m = method(**params)
     decision = one_step(start_stack(m), rows_of(rows))
     reward, expected = oracle(rows, m.params)
     assert decision.rollouts.reward.tolist() == pytest.approx(reward, nan_ok=True)
@@ -244,8 +307,56 @@ RAGGED = of_query(
 )
 
 
+def drawn(m, rewards):
+    """How often each row is in the aligned batch: the weight that `shape` gives it."""
+    rollouts = rows_of(rewards)
+    stack = start_stack(m)
+    tokens = make_tokens(rollouts)
+    shaped = stack.call("shape", m, rollouts, tokens.replace(advantages=torch.ones(len(tokens), dtype=torch.float64)))
+    weight = torch.zeros(len(rollouts), dtype=torch.float64)
+    weight[tokens.row] = shaped.advantages
+    return weight.long().tolist()
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_statistics_count_the_copies_that_are_trained(size):
+    m = method(sub_per_rollout=size)
+    _, plain = oracle(RAGGED, m.params)
+    copies = drawn(m, RAGGED)
+    assert sum(c for c, (*_, agent, _) in zip(copies, RAGGED, strict=True) if agent != "main") == 4 * size
+    reward, expected = oracle(RAGGED, m.params, copies)
+    decision = one_step(start_stack(method(sub_per_rollout=size)), rows_of(RAGGED))
+    assert decision.rollouts.reward.tolist() == pytest.approx(reward)
+    wanted = [c * a for c, a in zip(copies, expected, strict=True)]
+    assert decision.row_advantages.tolist() == pytest.approx(wanted, abs=1e-12)
+    assert max(abs(a - b) for a, b in zip(plain, expected, strict=True)) > 0.01
+
+
+def test_equal_rewards_of_copies_leave_no_rounding():
+    """Three copies of 0.1 have the mean 0.1, and a row that is not in the batch moves nothing."""
+    reward, copies = torch.tensor([0.1, 0.1, 5.0], dtype=torch.float64), torch.tensor([2, 1, 0])
+    groups = Groups(torch.zeros(3, dtype=torch.int64))
+    mean, std = copied_statistics(reward, copies, groups)
+    assert float(mean) == 0.1 and float(std) == 0
+    assert aligned_advantages(reward, copies, groups)[:2].tolist() == [0.0, 0.0]
+
+
+def test_the_expert_judges_in_a_column_of_its_own():
+    rows = of_query((1.0, [1.0, 1.0, 0.0, 1.0]), (0.1, [1.0, NAN]))
+    judged = [None, 0.25, "0.5", 1.0, None, None, 1, 1]
+    rollouts = rows_of(rows)
+    rollouts = rollouts.replace(meta={**rollouts.meta, "expert": judged})
+    m = method(expert_column="expert", align=False)
+    assert "column:expert" in m.needs
+    found = one_step(start_stack(m), rollouts).rollouts.reward.tolist()
+    assert found == pytest.approx([1.0, 0.625, 0.75, 0.0, NAN, 0.1, 0.6, NAN], nan_ok=True)
+    with pytest.raises(MethodError, match="column `expert`"):
+        bad = rollouts.replace(meta={**rollouts.meta, "expert": ["?"] * 8})
+        one_step(start_stack(method(expert_column="expert")), bad)
+
+
 def test_sub_agents_rows_are_aligned_after_their_advantages():
-    m = method(sub_per_rollout=3)
+    m = code(sub_per_rollout=3)
     stack = start_stack(m)
     rollouts = rows_of(RAGGED)
     decision = one_step(stack, rollouts, budget=4 * (1 + 3))
@@ -276,7 +387,7 @@ def test_sub_agents_rows_are_aligned_after_their_advantages():
 def test_alignment_depends_on_the_seed_and_the_step_but_not_on_the_order_of_rows():
     def advantages(seed=0, order=None, steps=1):
         order = list(range(len(RAGGED))) if order is None else order
-        stack = start_stack(method(sub_per_rollout=3), seed=seed)
+        stack = start_stack(code(sub_per_rollout=3), seed=seed)
         rows = rows_of(RAGGED)
         moved = rows.replace(
             **{k: getattr(rows, k)[list(order)] for k in ("group", "rollout", "index", "rewards", "reward", "length")},
@@ -306,23 +417,23 @@ def test_rollouts_with_as_many_calls_as_wanted_are_left_alone():
 def test_without_delegation_it_is_grpo():
     rewards = [1.0, 0.1, 0.0, 1.0, 0.1, 0.1, 1.0, 0.0]
     rows = [(i // 4, i % 4, "main", r) for i, r in enumerate(rewards)]
-    decision = one_step(start_stack(method()), rows_of(rows))
+    decision = one_step(start_stack(code()), rows_of(rows))
     assert decision.trained.all()
     assert decision.row_advantages.tolist() == pytest.approx(grpo_advantages(make_rollouts(rewards), eps=1e-6).tolist())
 
 
 def test_one_call_that_shares_the_reward_has_the_main_agents_advantage():
     rows = of_query((1.0, [1.0]), (0.1, [1.0]), (0.1, [1.0]), (1.0, [1.0]), (1.0, [1.0]))
-    decision = one_step(start_stack(method(sub_per_rollout=1)), rows_of(rows))
+    decision = one_step(start_stack(code(sub_per_rollout=1)), rows_of(rows))
     of_main, of_sub = decision.row_advantages[0::2].tolist(), decision.row_advantages[1::2].tolist()
     assert of_main == of_sub and len(set(of_main)) == 2
 
 
 def test_agents_and_queries_are_groups_of_their_own():
     rows = of_query((1.0, [1.0, 1.0]), (0.1, [1.0, 1.0]))
-    alone = method(align=False).advantages(rows_of(rows)).tolist()
+    alone = code(align=False).advantages(rows_of(rows)).tolist()
     other = [(0, 0, "coder", 7.0), (0, 1, "coder", -3.0), (1, 0, "main", 50.0), (1, 0, "sub", 9.0)]
-    assert method().advantages(rows_of(rows + other))[: len(rows)].tolist() == alone
+    assert code(align=False).advantages(rows_of(rows + other))[: len(rows)].tolist() == alone
     mixed = grpo_advantages(rows_of(rows)).tolist()  # what one group for all would give
     assert mixed != pytest.approx(alone, abs=0.1)
 
@@ -348,7 +459,7 @@ def test_equal_rewards_and_rows_alone_with_their_kind_have_no_advantage(caplog):
 
 def test_a_failed_sub_agent_leaves_and_its_place_is_filled():
     rows = of_query((1.0, [1.0, NAN, 0.0]), (0.1, [NAN]), (NAN, [1.0, 1.0]))
-    decision = one_step(start_stack(method(sub_per_rollout=3)), rows_of(rows))
+    decision = one_step(start_stack(code(sub_per_rollout=3)), rows_of(rows))
     #                                        main, its calls,   main, call, main without a reward, its calls
     assert decision.trained.tolist() == [True, True, False, True, True, False, True, False, False]
     subs = decision.row_advantages[[1, 3]]
@@ -362,7 +473,7 @@ def test_rewards_the_user_made_can_stay():
     decision = one_step(start_stack(method(sub_reward="own", align=False)), rows_of(rows))
     assert decision.rollouts.reward.tolist() == [r for *_, r in rows]
     assert "m_grpo" not in decision.rewarded_by
-    decided = one_step(start_stack(method(align=False)), rows_of(rows)).rewarded_by["m_grpo"]
+    decided = one_step(start_stack(code(align=False)), rows_of(rows)).rewarded_by["m_grpo"]
     assert decided.tolist() == [1.0, 1.0, 1.0, 0.1, 0.1]
 
 
@@ -379,7 +490,7 @@ def test_rows_must_say_whose_they_are():
         one_step(stack, rows_of([(0, 0, "planner", 1.0), (0, 0, "sub", 1.0)]))
     with pytest.raises(MethodError, match="there is no column `agent`"):
         one_step(stack, make_rollouts([1.0, 0.0]))
-    other = method(main_agent="planner", agent_column="role")
+    other = code(main_agent="planner", agent_column="role")
     assert other.needs == {"tokens", "several_rollouts", "column:role"}
     rows = rows_of([(0, 0, "planner", 1.0), (0, 0, "sub", 1.0), (0, 1, "planner", 0.0)], column="role")
     assert one_step(start_stack(other), rows).row_advantages.tolist() == pytest.approx(
@@ -390,7 +501,9 @@ def test_rows_must_say_whose_they_are():
 @pytest.mark.parametrize(
     ("values", "wrong"),
     [
-        ({"std_eps": 0}, "std_eps"),
+        ({"std_eps": -1}, "std_eps"),
+        ({"ddof": 2}, "ddof"),
+        ({"sub_right": 0.5}, "sub_right"),
         ({"sub_per_rollout": 0}, "sub_per_rollout"),
         ({"sub_reward": "judge"}, "sub_reward"),
         ({"align": "yes please"}, "align"),

@@ -47,7 +47,8 @@ class MGrpoRollout(Method):
     it without training. The rollout ends with a turn without a call, after `max_turns`, or when nothing more fits.
 
     Symbols: rows of a rollout are S's in the order of the calls, and M's last (the row an evaluation grades);
-    `meta["agent"]` is `main_agent` or `sub_agent`. S's result appears in M's row as observed text.
+    `meta["agent"]` is `main_agent` or `sub_agent`. S's result appears in M's row as observed text. With `expert`,
+    `meta["expert"]` of S's row is its judgment of the task and the result, None for M and where it failed.
 
     What M reads of a result can be checked first (docs/agents_safety.md). S's own tokens stay as sampled. `contract`
     validates it, repairs it once, or replaces it by the errors; `invalid_penalty` times the share of rejected results
@@ -65,7 +66,9 @@ class MGrpoRollout(Method):
     fidelity = "reconstruction"
     does = "Makes rollouts of a main agent that delegates, with one row for it and one per call"
     problems = ("agents",)
-    brings = frozenset({"column:agent", "column:invalid", "redundancy"})
+    brings = from_params(
+        lambda p: signals("column:agent", "column:invalid", "redundancy", columns=("expert" if p.expert else "",))
+    )
     in_eval = ("rollout",)
     needs = from_params(
         lambda p: signals("chat_template", columns=("invalid" if p.invalid_penalty else "", p.guard_facts))
@@ -136,10 +139,23 @@ class MGrpoRollout(Method):
             written: Called = yield Call(write_log, (p.guard_log, entry), p.timeout, "the guard's log")
             self.log("log_failed", float(bool(written.error)))
         agents = [*(row.noted(agent=p.sub_agent) for row in team.rows), episode.trajectory.noted(agent=p.main_agent)]
+        if p.expert is not None:
+            judged = yield from self._judgments(team)
+            agents = [row.noted(expert=e) for row, e in zip(agents, [*judged, None], strict=True)]
         if self._contract is None:
             return agents
         share = sum(team.invalid) / max(len(team.rows), 1)
         return [row.noted(invalid=v) for row, v in zip(agents, [*team.invalid, share], strict=True)]
+
+    def _judgments(self, team: Team) -> Generator[Any, Any, list[float | None]]:
+        """The expert's judgment of each call; None where it failed or is no number."""
+        p, found = self.params, list[float | None]()
+        asked = [Call(p.expert, pair, p.timeout, "the expert") for pair in zip(team.tasks, team.results, strict=True)]
+        for called in (yield asked) if asked else ():
+            number = called.value if isinstance(called.value, (int, float)) and not called.error else math.nan
+            found.append(float(number) if math.isfinite(number) else None)
+            self.log("expert_failed", float(found[-1] is None))
+        return found
 
     def _tasks(self, text: str) -> Generator[Any, Any, list[Any]]:
         """The tasks that a turn delegates; none if that cannot be told."""

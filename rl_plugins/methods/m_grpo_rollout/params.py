@@ -22,6 +22,11 @@ class MGrpoRolloutParams(MethodParams):
         "example rl_plugins.methods.m_grpo_rollout.method:delegated (the default: texts in "
         "<tool_call> tags)",
     )
+    expert: Callable[..., Any] | None = param(
+        None,
+        "function expert(task, result) that returns a number from 0 to 1 for the column `expert`, which "
+        "`expert_column` of m_grpo reads",
+    )
     contract: Callable[..., Any] | None = param(
         None,
         "function contract() that returns the rl_plugins.tools.messages.Contract of a sub-agent's result, for example "
@@ -64,7 +69,9 @@ class MGrpoRolloutParams(MethodParams):
     guard_retries: int = param(1, "K, most times a result goes back to its sub-agent", ge=0, only_if={"guard": _GUARDS})
     sub_prompt: str = param("{task}", "user message of the sub-agent; {task} is its task")
     reply: str = param("<tool_response>{result}</tool_response>", "message to the main agent with one {result}")
-    max_calls: int = param(4, "most calls of sub-agents in a rollout, each a row", ge=1)
+    max_calls: int = param(8, "most calls of sub-agents in a rollout, each a row", ge=1)
     max_turns: int = param(8, "most turns of the main agent", ge=1)
     sub_tokens: int | None = param(None, "most tokens of a sub-agent's answer; none: the completion length", ge=1)
-    timeout: float = param(30.0, "time limit of `parse`, and of the guard for each result, in seconds", gt=0)
+    timeout: float = param(
+        30.0, "time limit of `parse`, of `expert`, and of the guard for each result, in seconds", gt=0
+    )

@@ -45,7 +45,7 @@ class Team:
         prompt: what the rollout answers.
 
     Attributes:
-        rows: of each call, in order. results: what each said last, before any check.
+        rows: of each call, in order. tasks: of each. results: what each said last, before any check.
         invalid: 1.0 for a call whose result the contract rejected.
         turns: of the sub-agents. tokens: of all agents. messages: between the sub-agents and the main agent.
         guard: of this rollout. guard_failed: it raised or hung, and is not asked any more.
@@ -54,6 +54,7 @@ class Team:
     def __init__(self, params: Any, contract: Contract | None, guard: LineageGuard | None, prompt: Prompt) -> None:
         self.params, self.contract, self.prompt, self.chat = params, contract, prompt, prompt.chat
         self.rows: list[Trajectory] = []
+        self.tasks: list[str] = []
         self.results: list[str] = []
         self.invalid: list[float] = []
         self.turns = self.tokens = self.messages = 0
@@ -73,6 +74,7 @@ class Team:
         if self.guard is not None:
             yield from self._guarded(results, turn)
         self.rows += [r.row for r in results]
+        self.tasks += [as_text(task) for task in tasks]
         self.results += [r.said for r in results]
         self.invalid += [float(not r.valid) for r in results]
         return [r.read for r in results]
