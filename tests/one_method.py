@@ -24,6 +24,19 @@ def method(name: str = "m", **members: Any) -> Method:
     return type(name.title(), (Method,), {"name": name, "needs": reads, **hooks})()
 
 
+class Exits(list[Any]):
+    """An answer of a hook that ends the process when it is looked at."""
+
+    def _exit(self, *args: Any) -> Any:
+        raise SystemExit(0)
+
+    __len__ = __iter__ = __getitem__ = _exit
+
+
+UNREADABLE = "it cannot be read (SystemExit: 0)."
+"""What is said of it."""
+
+
 def refused(call, *parts: str) -> str:
     with pytest.raises(MethodError) as e:
         call()

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from one_method import method, refused
+from one_method import UNREADABLE, Exits, method, refused
 
 from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.rollouts import Shape, TurnTable
@@ -697,17 +697,6 @@ def test_what_a_hook_returns_keeps_no_graph():
 
 # ---- illegal return values
 
-
-class Exits:
-    """An answer that ends the process when it is looked at."""
-
-    def __len__(self):
-        raise SystemExit(0)
-
-    __getitem__ = __iter__ = __len__
-
-
-UNREADABLE = "it cannot be read (SystemExit: 0)."
 TWO = make_rollouts([1.0, 0.0], lengths=[1, 2])
 ILLEGAL = {
     "rewards": [

@@ -7,12 +7,21 @@ import math
 import numpy as np
 import pytest
 import torch
-from one_method import method, refused
+from one_method import UNREADABLE, Exits, method, refused
 
 from rl_plugins.core.errors import MethodError
 from rl_plugins.core.requests import Turn
 from rl_plugins.core.rollouts import Completion, GroupSoFar, Plan, PlanRow
-from rl_plugins.runtime.plan import admitted_prompts, check_rewards, check_versions, first_plan, next_plan
+from rl_plugins.runtime.plan import (
+    admitted_prompts,
+    check_length,
+    check_rewards,
+    check_versions,
+    evaluation_plan,
+    first_plan,
+    next_plan,
+    split_plan,
+)
 from rl_plugins.runtime.stack import MethodStack
 
 # ---- first plan
@@ -221,6 +230,7 @@ def test_select_prompts_may_answer_with_any_integers(answer):
         (None, "dataset rows (integers) are needed, it gave None"),
         ("abc", "dataset rows (integers) are needed, it gave 'abc'"),
         ([[1], [2], [3]], "dataset rows (integers) are needed"),
+        (Exits(), UNREADABLE),
     ],
 )
 def test_an_illegal_selection_is_refused(answer, why):
@@ -245,13 +255,13 @@ def test_more_prompts_than_the_dataset_has_are_refused_before_a_method_is_asked(
     n = len(proposal) or 3
     refused(
         lambda: plan_of(m, proposal=proposal, budget=4 * n, pool=pool),
-        f"`picky` is to select {n} prompts, and only {pool} of the dataset's {pool} are left",
+        f"`picky` is to select {n} prompts, and the dataset has only {pool}.",
         "Make the batch smaller",
     )
     assert not asked
 
 
-def test_all_prompts_of_the_dataset_may_be_selected():
+def test_all_prompts_of_the_dataset_may_be_selected(caplog):
     """A batch takes them all, and what would fill it is cut to what is left: nothing is asked for twice."""
     asked = []
 
@@ -261,7 +271,11 @@ def test_all_prompts_of_the_dataset_may_be_selected():
 
     one_each = method(select_prompts=select, plan=each(lambda r: r.replace(n=1)))
     assert sorted(r.prompt_index for r in plan_of(one_each, pool=3).rows) == [0, 1, 2] and asked == [3]
+    warned = [r.message for r in caplog.records]
+    assert len(warned) == 1 and "all 3 prompts" in warned[0] and "`m` has nothing to choose from" in warned[0]
     assert sorted(r.prompt_index for r in plan_of(one_each, pool=5).rows) == [0, 1, 2, 3, 4] and asked == [3, 3, 2]
+    plan_of(one_each, proposal=(), budget=12, pool=3)  # nothing was proposed, so nothing could have been chosen
+    assert len(caplog.records) == 1
 
 
 # ---- illegal plans
@@ -307,6 +321,8 @@ def test_an_illegal_row_is_refused_with_the_method_the_hook_and_the_row(row, why
 
 
 def test_what_is_no_plan_is_refused():
+    unreadable = method("odd", plan=lambda plan: plan.replace(rows=Exits()))
+    refused(lambda: plan_of(unreadable), f"Method `odd` returned something illegal from `plan`: {UNREADABLE}")
     for answer, name in (([], "list"), ((PlanRow(0, 0, 1),), "tuple"), (True, "bool")):
         refused(lambda a=answer: plan_of(method("odd", plan=lambda plan: a)), "`odd`", "`plan`", f"{name} instead of a")
 
@@ -333,6 +349,74 @@ def test_more_rows_to_train_than_the_batch_holds_is_an_error_that_prints_the_pla
     assert many.count("prompt ") == 16 and ", .." in many
 
 
+def test_token_ids_of_a_prefix_are_of_the_vocabulary_if_it_is_known():
+    for vocabulary, legal in ((None, True), (6, True), (5, False)):
+        stack = MethodStack([method("odd", plan=each(lambda r: r.replace(prefix=(5,))))])
+        stack.vocabulary = vocabulary
+        if legal:
+            assert plan_of(stack=stack).rows[0].prefix == (5,)
+        else:
+            refused(lambda stack=stack: plan_of(stack=stack), "`odd`", "`plan`", "5")
+
+
+# ---- evaluation, and what adapters do with a plan
+
+
+def test_a_plan_of_an_evaluation_edits_prompts_and_attaches_payloads():
+    rows = [PlanRow(-1, i, 2 + i, edit={"prompt": f"p{i}", "x": i}) for i in range(2)]
+    seen = []
+
+    def edited(plan):
+        seen.append((plan.group_size, plan.budget, plan.batch, plan.rows))
+        return plan.replace(
+            rows=tuple(r.replace(edit={"prompt": r.edit["prompt"] + "!"}, payload=1) for r in plan.rows)
+        )
+
+    in_eval = {"plan": edited, "in_eval": ("plan",)}
+    stack = MethodStack([method("a", **in_eval), method("b", plan=each(lambda r: None)), method("c", **in_eval)])
+    stack.batch = 7
+    found = evaluation_plan(stack, rows)
+    assert [(r.edit, r.payload) for r in found] == [({"prompt": f"p{i}!!", "x": i}, 1) for i in range(2)]
+    assert seen[0] == (3, 5, 7, tuple(rows)) and seen[1][3][0].edit == {"prompt": "p0!", "x": 0}
+    assert evaluation_plan(stack, []) == [] and evaluation_plan(MethodStack([]), rows) == rows
+
+
+@pytest.mark.parametrize("program", [False, True])
+def test_more_than_edits_is_refused_in_evaluation_but_limits_of_a_rollout_program(program):
+    rows = [PlanRow(-1, 0, 2, edit={"prompt": "p"}), PlanRow(-1, 1, 2, edit={"prompt": "q"})]
+    limits = [{"prefix": (3,)}, {"max_tokens": 4}, {"max_turns": 2}]
+    others = [{"n": 3}, {"spare": 1}, {"group": 9}, {"prompt_index": 0}, {"given": (Completion((1,)),)}]
+    acts = {"needs": {"turn_limits"}} | ({"rollout": lambda prompt: None} if program else {})
+    for change in limits + others:
+        m = method("m", plan=each(lambda r, change=change: r.replace(**change)), in_eval=("plan", "rollout"), **acts)
+        plan = lambda m=m: evaluation_plan(MethodStack([m]), rows)
+        if program and change in limits:
+            assert plan() == [r.replace(**change) for r in rows]
+        else:
+            refused(plan, "Method `m`", "`plan`", "In evaluation")
+
+
+def test_a_prefix_leaves_room_for_a_token_and_given_completions_fit():
+    row = PlanRow(4, 0, 2, prefix=(1, 2, 3))
+    check_length(row, 4)
+    check_length(PlanRow(4, 0, 2, given=(Completion((1, 2)), Completion((1,)))), 2)
+    with pytest.raises(MethodError, match="prompt 4 a prefix of 3 .* up to 0 tokens; the completion length is 3."):
+        check_length(row, 3)
+    with pytest.raises(MethodError, match="the completion length is 3."):
+        check_length(row.replace(max_tokens=3), 8)
+    check_length(row.replace(max_tokens=9), 4)
+    with pytest.raises(MethodError, match="up to 2 tokens; the completion length is 1."):
+        check_length(PlanRow(4, 0, 2, given=(Completion((1,)), Completion((1, 2)))), 1)
+
+
+def test_ranks_get_whole_rows_in_order_with_about_equally_many_rollouts():
+    rows = [PlanRow(i, i, n, spare=spare) for i, (n, spare) in enumerate([(2, 0), (1, 1), (6, 2), (1, 0), (0, 3)])]
+    shares = [[[r.prompt_index for r in share] for share in split_plan(rows, ranks)] for ranks in (1, 2, 3, 7)]
+    assert shares[:3] == [[[0, 1, 2, 3, 4]], [[0, 1], [2, 3, 4]], [[0, 1], [2], [3, 4]]]
+    assert shares[3] == [[0], [1], [], [2], [], [3], [4]]
+    assert split_plan([], 2) == [[], []] and split_plan([PlanRow(3, 0, 0)], 1) == [[PlanRow(3, 0, 0)]]
+
+
 # ---- later rounds
 
 
@@ -354,6 +438,13 @@ def test_later_rounds_ask_only_methods_with_rounds():
     assert next_plan(MethodStack([silent, once]), given).rows == ()
     nothing = method("nothing", plan=lambda plan: plan.replace(rows=(row.replace(n=0),)), rounds=True)
     assert next_plan(MethodStack([nothing]), given).rows == ()
+
+
+def test_a_later_round_asks_for_prompts_of_the_dataset():
+    m = method("m", rounds=True, plan=lambda plan: plan.replace(rows=(PlanRow(20, 0, 1),)))
+    asked = Plan((), 4, 5, round=1)
+    assert next_plan(MethodStack([m]), asked, 21).rows == (PlanRow(20, 0, 1),)
+    refused(lambda: next_plan(MethodStack([m]), asked, 20), "`m`", "prompt 20 of a dataset of 20 rows")
 
 
 def test_a_later_round_may_not_exceed_the_rest_of_the_budget():

@@ -144,9 +144,8 @@ def evaluation_plan(stack: MethodStack, rows: Sequence[PlanRow]) -> list[PlanRow
         new = _chain_plan(stack, asked, [m]).rows
         limits = any(r.prefix or r.max_tokens is not None or r.max_turns is not None for r in new) and not program
         asked_for = [(r.prompt_index, r.group, r.n, 0) for r in result]
-        if [(r.prompt_index, r.group, r.n, r.spare) for r in new] != asked_for or limits:
-            raise MethodError(f"Method `{m.name}` {_ONLY_EDITS}")
-        if any(r.given for r in new):
+        others = [(r.prompt_index, r.group, r.n, r.spare) for r in new] != asked_for
+        if others or limits or any(r.given for r in new):
             raise MethodError(f"Method `{m.name}` {_ONLY_EDITS}")
         result = [
             new_row.replace(edit={**(row.edit or {}), **(new_row.edit or {})})
@@ -254,11 +253,10 @@ def _select(
             f"A batch takes all {n} prompts of the dataset, so `{m.name}` has nothing to choose from. Give more "
             f"prompts, or make the batch smaller."
         )
-    left = pool_size - len(taken)
-    if n > left:
+    if n > pool_size:  # beside prompts that are taken, no more are asked for than are left
         raise MethodError(
-            f"Method `{m.name}` is to select {n} prompts, and only {left} of the dataset's {pool_size} are left. Make "
-            f"the batch smaller (fewer prompts, or more rollouts per prompt) or the dataset larger."
+            f"Method `{m.name}` is to select {n} prompts, and the dataset has only {pool_size}. Make the batch smaller "
+            f"(fewer prompts, or more rollouts per prompt) or the dataset larger."
         )
     pool = PromptPool(pool_size, tuple(proposal), taken, dataset, stack.batch)
     chosen = stack.one("select_prompts", pool, n)
