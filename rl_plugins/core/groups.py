@@ -16,10 +16,19 @@ looked at one by one for NaN only if their sum says that there is one.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+_PART = 32_768  # a few arrays of so many float64 stay in the cache of a core
+
+
+def parts(size: int) -> Iterator[slice]:
+    """Slices that cover 0..size-1. A rule of several operations per token is applied part by part, because arrays of
+    all tokens between the operations cost more than the operations."""
+    return (slice(i, i + _PART) for i in range(0, size, _PART))
 
 
 class Groups:
@@ -45,11 +54,25 @@ class Groups:
         elif count is None:
             self.ids, self.index, self.size = _numbered(ids)
         else:
-            low, high = _ends(ids)
+            self.ids, self.index = torch.arange(count, device=ids.device), ids
+            low, high = (int(ids[0]), int(ids[-1])) if self._in_order else _ends(ids)
             if len(ids) and (low < 0 or high >= count):
                 raise ValueError(f"group ids must lie in 0..{count - 1}, got {low}..{high}.")
-            self.ids, self.index = torch.arange(count, device=ids.device), ids
         self.count = len(self.ids)
+
+    @classmethod
+    def one(cls, rows: int) -> Groups:
+        """All rows are one group, also if there is none."""
+        groups = cls.__new__(cls)
+        groups._shape, groups.width, groups.ids, groups.count = (
+            torch.Size([rows]),
+            rows or None,
+            torch.zeros(1).long(),
+            1,
+        )
+        if not rows:
+            groups.index = torch.zeros(0, dtype=torch.int64)
+        return groups
 
     @cached_property
     def index(self) -> Tensor:
@@ -61,13 +84,14 @@ class Groups:
         """(count,) int64 rows per group, NaN rows included."""
         if self.width:
             return torch.full_like(self.ids, self.width)
+        if self._in_order:
+            return torch.searchsorted(self.index, torch.arange(self.count + 1, device=self.ids.device)).diff()
         return torch.bincount(self.index, minlength=self.count)
 
     @cached_property
-    def _blocks(self) -> Tensor | None:
-        """`size`, if the groups lie one behind the other in ascending order; else None."""
-        in_order = len(self.index) > 0 and bool((self.index[1:] >= self.index[:-1]).all())
-        return self.size if in_order else None
+    def _in_order(self) -> bool:
+        """The groups lie one behind the other, in ascending order."""
+        return len(self.index) > 0 and bool((self.index[1:] >= self.index[:-1]).all())
 
     def rows(self, statistic: Tensor) -> Tensor:
         """(count,) -> (rows,): every row gets the value of its group."""
@@ -84,8 +108,19 @@ class Groups:
 
     def mean(self, x: Tensor) -> Tensor:
         """Mean of the values."""
-        n, anchor, deviation, finite = self._from_member(x)
-        return anchor + self._sum(deviation, finite) / n
+        if self.width:
+            n, anchor, deviation, finite = self._from_member(x)
+            return anchor + self._sum(deviation, finite) / n
+        finite = self._finite(x)
+        n, anchor = self._member(x, finite)
+        total = torch.zeros_like(anchor)
+        for part in parts(len(x)):
+            index = self.index[part]
+            deviation = x[part].double() - anchor[index]
+            if not finite:
+                deviation = deviation.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+            total.scatter_add_(0, index, deviation)
+        return anchor + total / n
 
     def std(self, x: Tensor, ddof: int = 1) -> Tensor:
         """Standard deviation with divisor n - ddof; 0 where n <= ddof (a group of one has no spread to divide by)."""
@@ -162,28 +197,37 @@ class Groups:
         limit = self.rows(torch.as_tensor(k, device=x.device).expand(self.count))
         return (self.place(x) < limit) & ~torch.isnan(x)
 
-    def _checked(self, x: Tensor) -> tuple[Tensor, bool]:
-        """`x` in float64, and True if no value is NaN or infinite (one sum tells, without looking at each)."""
+    def _finite(self, x: Tensor) -> bool:
+        """True if no value is NaN or infinite (one sum tells, without looking at each)."""
         if x.shape != self._shape:
             raise ValueError(f"values must be one per row, {tuple(self._shape)}, got shape {tuple(x.shape)}.")
-        x = x.double()
-        return x, math.isfinite(x.sum().item())
+        return math.isfinite(x.sum().item())
+
+    def _checked(self, x: Tensor) -> tuple[Tensor, bool]:
+        """`x` in float64, and whether it is finite."""
+        return x.double(), self._finite(x)
+
+    def _member(self, x: Tensor, finite: bool) -> tuple[Tensor | int, Tensor]:
+        """n, and of each group the value of the last row that has one, so that a NaN row changes nothing for the
+        others; 0 if infinite."""
+        if finite and self.width:
+            return self.width, x[self.width - 1 :: self.width].double()
+        anchor, n = torch.zeros(2, self.count + 1, dtype=torch.float64, device=x.device)  # one group more, for NaN
+        if finite and self._in_order:
+            some, last = self.size > 0, torch.cumsum(self.size, 0) - 1
+            anchor[:-1][some] = x[last[some]].double()
+            return self.size, anchor[:-1]
+        for part in parts(len(x)):
+            value = x[part].double()
+            index = self.index[part].masked_fill(torch.isnan(value), self.count)
+            anchor.scatter_(0, index, value)
+            n.scatter_add_(0, index, torch.ones_like(value))
+        return n[:-1], anchor[:-1].nan_to_num(posinf=0.0, neginf=0.0)
 
     def _from_member(self, x: Tensor) -> tuple[Tensor | int, Tensor, Tensor, bool]:
-        """n, a number of each group, the differences of the rows from it, and whether all values are finite. The number
-        is the value of the last row that has one, so a NaN row changes nothing for the others; 0 if infinite."""
+        """`_member`, the differences of the rows from it, and whether all values are finite."""
         x, finite = self._checked(x)
-        n: Tensor | int
-        if finite:
-            n = self.width or self.size
-            anchor = (
-                x[self.width - 1 :: self.width] if self.width else x.new_zeros(self.count).scatter_(0, self.index, x)
-            )
-        else:
-            missing = torch.isnan(x)
-            n = self._sum((~missing).double())
-            index = self.index.masked_fill(missing, self.count)  # one group more, for NaN
-            anchor = x.new_zeros(self.count + 1).scatter_(0, index, x)[:-1].nan_to_num(posinf=0.0, neginf=0.0)
+        n, anchor = self._member(x, finite)
         return n, anchor, self._minus(x, anchor), finite
 
     def _minus(self, x: Tensor, statistic: Tensor) -> Tensor:
@@ -198,18 +242,18 @@ class Groups:
             x = x.view(self.count, self.width)
             return x.sum(1) if finite else x.nansum(1)
         x = x if finite else x.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
-        if self._blocks is not None:
-            return torch.segment_reduce(x, "sum", lengths=self._blocks, initial=0.0)
+        if self._in_order:
+            return torch.segment_reduce(x, "sum", lengths=self.size, initial=0.0)
         return x.new_zeros(self.count).scatter_add_(0, self.index, x)
 
     def _extreme(self, x: Tensor, reduce: str) -> Tensor:
         x, finite = self._checked(x)
         empty = torch.inf if reduce == "amin" else -torch.inf
         filled = x if finite else x.nan_to_num(nan=empty, posinf=torch.inf, neginf=-torch.inf)
-        if self._blocks is not None and not self.width:
-            out = torch.segment_reduce(filled, reduce[1:], lengths=self._blocks, initial=empty)
-        elif self.width:
+        if self.width:
             out = getattr(filled.view(self.count, self.width), reduce)(1)
+        elif self._in_order:
+            out = torch.segment_reduce(filled, reduce[1:], lengths=self.size, initial=empty)
         else:
             out = torch.full((self.count,), empty, dtype=torch.float64, device=x.device)
             out = out.scatter_reduce(0, self.index, filled, reduce)
@@ -221,8 +265,16 @@ class Groups:
         if self.width:
             order = torch.sort(x.view(self.count, self.width), dim=1, stable=True).indices
             return (order + start[:, None]).flatten(), start
-        by_value = torch.sort(x, stable=True).indices
-        return by_value[torch.sort(self.index[by_value], stable=True).indices], start
+        widest = int(self.size.max()) if self.count else 0
+        if self.count * widest > 4 * len(x):  # a few groups are much larger than the rest
+            by_value = torch.sort(x, stable=True).indices
+            return by_value[torch.sort(self.index[by_value], stable=True).indices], start
+        by_group = None if self._in_order else torch.sort(self.index, stable=True).indices
+        inside = torch.arange(widest, device=x.device) < self.size[:, None]
+        padded = x.new_full((self.count, widest), torch.nan)
+        padded[inside] = x if by_group is None else x[by_group]
+        order = (torch.sort(padded, dim=1, stable=True).indices + start[:, None])[inside]  # of equal values, NaN too,
+        return order if by_group is None else by_group[order], start  # those of the group come before the padding
 
 
 def places(size: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class AepoAdvantages(Method):
         if not bool(live.any()):
             return None
         entropy = torch.where(live, tokens.entropies.double(), torch.nan)
-        everything = Groups(torch.zeros(len(tokens), dtype=torch.int64), count=1)
+        everything = Groups.one(len(tokens))
         centered, std = everything.center_and_std(entropy)
         constant = std <= _SPREAD * everything.mean(entropy).abs().clamp(min=1)
         z = torch.nan_to_num(torch.where(constant, 0.0, centered / std), nan=0.0)

@@ -73,7 +73,7 @@ class D3s(Method):
         in_update = torch.where(tokens.keep, tokens.advantages, torch.nan)
         advantages = Groups(tokens.row, count=len(rollouts)).mean(in_update)
         advantages = torch.where(torch.isnan(rollouts.reward), torch.nan, advantages)
-        everything = Groups(torch.zeros(len(rollouts), dtype=torch.int64), count=1)
+        everything = Groups.one(len(rollouts))
         rows = torch.ones(len(rollouts), dtype=torch.bool)
         group_rows = share(p.group_rows_start, p.group_rows_end)
         if group_rows < 1:
@@ -140,7 +140,7 @@ def top_tokens(tokens: Tokens, candidates: Tensor, share: float) -> Tensor:
     assert tokens.entropies is not None  # in `needs`
     key = tokens.advantages.abs() * tokens.entropies.double()
     count = math.ceil(share * int(candidates.sum()) - _ROUNDING)
-    everything = Groups(torch.zeros(len(tokens), dtype=torch.int64), count=1)
+    everything = Groups.one(len(tokens))
     return everything.top_k(torch.where(candidates, key, torch.nan), count)
 
 

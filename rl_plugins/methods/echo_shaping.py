@@ -86,6 +86,6 @@ class EchoShaping(Method):
     def _scaled(self, x: Tensor, live: Tensor) -> Tensor:
         if self.params.statistics == "raw":
             return x
-        everything = Groups(torch.zeros(len(x), dtype=torch.int64), count=1)
+        everything = Groups.one(len(x))
         centered, std = everything.center_and_std(torch.where(live, x, torch.nan))
         return torch.nan_to_num(centered / torch.sqrt(std**2 + _EPS), nan=0.0)

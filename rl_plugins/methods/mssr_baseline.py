@@ -62,7 +62,7 @@ class MssrBaseline(Tracked):
     def advantages(self, rollouts: Rollouts) -> Tensor:
         value = self._values(rollouts.prompt_index)
         raw = rollouts.reward - value
-        everything = Groups(torch.zeros(len(raw), dtype=torch.int64), count=1)
+        everything = Groups.one(len(raw))
         self.log("baseline", value.mean())
         self.log("error", everything.mean(raw**2))
         if not self.params.normalize or int(everything.n(raw)) < 2:

@@ -98,7 +98,7 @@ class SolRlExplore(Method):
         reward = torch.tensor([s.reward for s in scored], dtype=torch.float64)
         if bool((~torch.isnan(reward)).any()):
             self.log("explored_reward", reward.nanmean())
-        one = Groups(torch.zeros(len(reward), dtype=torch.int64), count=1)
+        one = Groups.one(len(reward))
         self.log("explored_std", one.std(reward, ddof=0).nan_to_num().mean())
         noise = torch.from_numpy(prompt.rng("kept").random(len(reward)))
         place = places(reward, one, torch.tensor([prompt.n]), p.mode, noise)
@@ -113,7 +113,7 @@ class SolRlExplore(Method):
         self.log("kept_cheap_reward", cheap.mean())
         self.log("kept_exact_reward", exact.mean())
         self.log("gap", (exact - cheap).abs().mean())
-        one = Groups(torch.zeros(len(cheap), dtype=torch.int64), count=1)
+        one = Groups.one(len(cheap))
         x, y = (v - v.mean() for v in (one.rank(cheap), one.rank(exact)))
         size = (x.square().sum() * y.square().sum()).sqrt()
         if size > 0:  # not where all are equal
