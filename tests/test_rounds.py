@@ -53,6 +53,13 @@ def test_more_than_the_budget_is_refused():
         Rounds(MethodStack([m]), FIRST, 2, 8).more(GROUP, REWARD)
 
 
+def test_a_prompt_beyond_the_dataset_is_refused():
+    m = Asks(lambda plan: [PlanRow(9, 2, 1)])
+    assert Rounds(MethodStack([m]), FIRST, 2, 8, 10).more(GROUP, REWARD) == (PlanRow(9, 2, 1),)
+    with pytest.raises(MethodError, match="prompt 9 of a dataset of 9 rows"):
+        Rounds(MethodStack([m]), FIRST, 2, 8, 9).more(GROUP, REWARD)
+
+
 def test_a_method_that_never_ends_is_stopped_after_the_same_number_of_rounds_everywhere():
     m = Asks(lambda plan: [plan.so_far[0].row.replace(n=0, spare=1)])
     rounds = Rounds(MethodStack([m]), FIRST, 2, 8)

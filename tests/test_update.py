@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
+from one_method import UNREADABLE, Exits
 
 from rl_plugins.core.errors import MethodError
 from rl_plugins.core.method import Method
@@ -85,6 +87,7 @@ def test_factors_multiply_a_later_column_wins_and_none_changes_nothing():
     stack = MethodStack([Asks(column(1.0), "a"), Asks(None, "b"), Asks(column(2.0), "c")])
     update = before_update(stack, PARTS, 0)
     assert update.lr_scale == 0.25 and update.columns["x"].tolist() == [2, 0, 2]
+    assert stack.lr_scales == {"a": 0.5, "c": 0.5}
 
 
 def test_only_the_first_rank_keeps_what_was_logged():
@@ -116,6 +119,7 @@ def test_a_step_without_a_trained_row_is_asked_with_none():
         ),
         (Update(columns={"x": "abc"}), "the column `x` must be a tensor .*, it gave str"),
         (Update(columns=[1]), "`columns` is list"),
+        (Update(columns={"x": Exits()}), re.escape(UNREADABLE)),
     ],
 )
 def test_what_is_illegal_is_refused_by_name(answer, why):
@@ -154,6 +158,17 @@ def test_a_surrogate_must_have_a_gradient_and_be_finite_where_tokens_are_trained
     with pytest.raises(MethodError, match="`regularize`: it has no gradient"):
         regularizer(MethodStack([Loses(lambda t: t.advantages)]), terms)
     regularizer(MethodStack([Loses(lambda t: 0 * t.advantages)]), terms)  # a method that has nothing to add
+    with pytest.raises(MethodError, match="`policy_loss`: it has no gradient"):
+        surrogate(MethodStack([Loses(lambda t: 0 * t.advantages)]), terms)
+
+    def broken_backward(t):
+        value = t.logprobs * 1
+        value.register_hook(lambda gradient: 1 / 0)
+        return value
+
+    for ask, hook in ((surrogate, "policy_loss"), (regularizer, "regularize")):
+        with pytest.raises(MethodError, match=f"`loses`.*from `{hook}`: it cannot be read .ZeroDivisionError"):
+            ask(MethodStack([Loses(broken_backward)]), terms)
     regularizer(MethodStack([Loses(lambda t: t.advantages)]), terms.replace(logprobs=logprobs.detach(), entropies=None))
     hole = (terms.mask > 0).nonzero()[0]
     for bad in (math.nan, math.inf):
@@ -255,6 +270,8 @@ def test_a_norm_that_is_not_finite_is_an_error_that_names_who_is_in_the_loss(nor
         check_gradient(MethodStack([loses]), norm)
     with pytest.raises(MethodError, match="In the loss: `asks` \\(before_update\\)"):
         check_gradient(MethodStack([Asks(None)]), norm)
+    with pytest.raises(MethodError, match="No method is in the loss; nor makes one the advantages"):
+        check_gradient(MethodStack([]), norm)
     made = type("Made", (Method,), {"name": "made", "advantages": lambda self, rollouts: rollouts.reward})
     with pytest.raises(
         MethodError, match="No method is in the loss; the advantages are made by `made` \\(advantages\\)"
