@@ -44,8 +44,8 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Terms beside GRPO's own loss. GRPO's is then made, too, and `epo` takes the gradient for the entropies as well.
 ADDED: dict[str, tuple[str, dict[str, Any]]] = {
-    "GRPO + epo": ("epo", {"corridor": "batch"}),
-    "GRPO + epo, rows": ("epo", {"corridor": "batch", "mode": "seq"}),
+    "GRPO + epo": ("epo", {"average": "host"}),
+    "GRPO + epo, rows": ("epo", {"average": "host", "mode": "seq"}),
     "GRPO + ppo_million": ("ppo_million", {}),
 }
 

@@ -13,6 +13,7 @@ import torch
 from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_method import acting
 from torch import Tensor
 
 from rl_plugins.core.errors import ConfigError, MethodError
@@ -25,6 +26,7 @@ from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.state import load_state, save_state
+from rl_plugins.runtime.update import masked_sum
 from rl_plugins.testing import (
     make_rollouts,
     make_run,
@@ -37,10 +39,16 @@ from rl_plugins.testing import (
 )
 
 GOLDEN = Golden("epo")
-RHO = {"relu": 2.0, "indicator": 0.1}
+# A corridor around every turn that acts from both sides, and the host's average: most tests look at these.
+NARROW = {"average": "host", "corridor": "turn", "kl": 0.5, "kr": 1.5, "rho": 2.0, "phase": "none"}
 
 
 def epo(**params: Any) -> Epo:
+    rho = {"rho": 0.1} if params.get("smoothing") == "indicator" else {}
+    return Epo(build_params(Epo.Params, acting(Epo.Params, NARROW | rho | params) | params, "epo"))
+
+
+def paper(**params: Any) -> Epo:
     return Epo(build_params(Epo.Params, params, "epo"))
 
 
@@ -79,21 +87,31 @@ def penalty(terms: Terms, **params: Any) -> Tensor:
 NAMES = {"mask_mode": "mode", "min_ratio": "kl", "max_ratio": "kr", "out_range_penalty": "rho"}
 
 
-@GOLDEN.kind("entropy")
-def check_penalty(case: Case) -> None:
-    given_, params = case.inputs, case.build(Epo, NAMES, smoothing="indicator")
-    turn = torch.tensor(given_["turn_index"])
-    history = torch.tensor(given_["history_mean_per_turn"], dtype=torch.float64)
-    low, high = corridor(history, params.kl, params.kr)
-    terms = terms_of(given_["entropy"], low[turn][:, None], high[turn][:, None], turn=turn[:, None])
+def check_released_penalty(case: Case, turn: Tensor, reference: Any, within: float) -> None:
+    """The penalty of the authors' code on a grid without padding, from the term of the loss."""
+    params = case.build(Epo, NAMES, **{**NARROW, "smoothing": "indicator"})
+    low, high = corridor(torch.tensor(reference, dtype=torch.float64), params.kl, params.kr)
+    terms = terms_of(case.inputs["entropy"], low[turn][:, None], high[turn][:, None], turn=turn[:, None])
     stack = start_stack(Epo(params))
     term = stack.one("regularize", terms).detach()
     found = (term / params.entropy_coeff + terms.entropies) / params.smooth_coeff
     wanted = torch.tensor(case.expected["penalty"], dtype=torch.float64)
-    torch.testing.assert_close(found.detach(), wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.detach(), wanted, rtol=0, atol=1e-8)  # theirs is float32
     logged = combine([stack.metrics.take()])
-    assert logged["epo/within"] == pytest.approx(case.expected["within_fraction"], abs=1e-6)
+    assert logged["epo/within"] == pytest.approx(within, abs=1e-6)
     assert logged["epo/penalty"] == pytest.approx(float(wanted.mean()), abs=1e-6)
+
+
+@GOLDEN.kind("turn_index")
+def check_penalty(case: Case) -> None:
+    given_ = case.inputs
+    turn, history = torch.tensor(given_["turn_index"]), given_["history_mean_per_turn"]
+    check_released_penalty(case, turn, history, case.expected["within_fraction"])
+
+
+@GOLDEN.kind("reference")
+def check_penalty_around_references(case: Case) -> None:
+    check_released_penalty(case, torch.tensor(case.inputs["turn"]), case.inputs["reference"], case.expected["within"])
 
 
 @GOLDEN.kind("epoch")
@@ -101,6 +119,22 @@ def check_phase(case: Case) -> None:
     found = [phase_weight("code", k, case.inputs["max_epochs"]) for k in case.inputs["epoch"]]
     assert found == pytest.approx(case.expected["weight"], rel=1e-14)
     assert len(found) == len(case.expected["weight"])
+
+
+@GOLDEN.kind("epochs")
+def check_phase_of_a_length(case: Case) -> None:
+    found = [phase_weight("code", k, case.params["K"]) for k in case.inputs["epochs"]]
+    assert found == pytest.approx(case.expected["weight"], rel=1e-12)
+
+
+@GOLDEN.kind("k")
+def check_phase_of_the_paper(case: Case) -> None:
+    """Eq. 5, through the driver: what a batch is given."""
+    p = case.params
+    middle = {} if p["k_mid"] == p["K"] // 2 else {"phase_middle": p["k_mid"]}  # the paper's is the default
+    stack = start_stack(paper(phase_rate=p["gamma"], **middle), run=make_run(total_batches=p["K"]))
+    found = [float(decided(stack, BATCH, k).row_columns["epo_phase"][0]) for k in case.inputs["k"]]
+    assert found == pytest.approx(case.expected["beta"], rel=1e-9)
 
 
 @pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
@@ -177,7 +211,7 @@ class Loop:
         if p.phase == "none":
             return 1.0
         if p.phase == "paper":
-            return 1.0 + math.exp(-p.phase_rate * k / (p.phase_middle * total))
+            return 1.0 + math.exp(-p.phase_rate * k / (p.phase_middle or max(middle, 1)))
         if k <= middle:
             return 1.0 - 0.2 * (1 - math.exp(-2 * k / middle)) if k else 1.0
         return 0.8 * math.exp(-3 * (k - middle) / (total - middle))
@@ -185,7 +219,7 @@ class Loop:
     def term(self, values: list[float], low: float, high: float, phase: float, own: float) -> tuple[float, float]:
         """Term of a token and the derivative of p with respect to the compared value. `values`: what is averaged."""
         p, h = self.p, sum(values) / len(values)
-        rho = RHO[p.smoothing] if p.rho is None else p.rho
+        rho = p.rho
         inside = low < h < high
         if p.smoothing == "relu":
             distance, slope = max(low - h, 0.0) + max(h - high, 0.0), float(h > high) - float(h < low)
@@ -202,7 +236,7 @@ PARAMS = choice(
     entropy_coeff=[0.001, 0.7],
     smooth_coeff=[1.0, 0.4],
     smoothing=["relu", "indicator"],
-    rho=[None, 0.05, 3.0],
+    rho=[0.1, 0.05, 3.0],
     kl=[0.0, 0.5, 0.9],
     kr=[1.2, 2.0, math.inf],
     mode=["token", "seq"],
@@ -211,7 +245,7 @@ PARAMS = choice(
 )
 TURNS = choice(corridor=["batch"]) | choice(corridor=["turn"], gate_turn=[0, 1, 2])
 PHASES = choice(phase=["none"]) | choice(phase=["code"], phase_batches=[None, 1, 2, 4])
-PHASES |= choice(phase=["paper"], phase_batches=[None, 3], phase_rate=[1.0, -2.0], phase_middle=[0.6, 0.1])
+PHASES |= choice(phase=["paper"], phase_batches=[None, 3], phase_rate=[3.0, -2.0], phase_middle=[None, 2])
 NUMBER = st.floats(0, 4, allow_subnormal=False)
 ROLLOUT = st.lists(st.lists(NUMBER, min_size=1, max_size=3), min_size=1, max_size=4)
 BATCHES = st.lists(st.lists(ROLLOUT, min_size=2, max_size=4).filter(lambda b: len(b) % 2 == 0), min_size=2, max_size=4)
@@ -391,7 +425,7 @@ def test_one_corridor_for_the_batch_needs_no_turns() -> None:
         decision = one_step(stack, rollouts.replace(turns=None), tokens.replace(turn=None))
     mean = 12.9 / 9
     assert bounds(decision) == [pytest.approx((0.5 * mean, 1.5 * mean))] * 9
-    with pytest.raises(MethodError, match=r"`corridor: turn` needs turns.*set `corridor: batch`"):
+    with pytest.raises(MethodError, match=r"need turns.*set `average: host` and `corridor: batch`"):
         one_step(start_stack(epo()), rollouts.replace(turns=None), tokens.replace(turn=None))
 
 
@@ -581,6 +615,73 @@ def test_micro_batches_and_padding_give_the_loss_gradient_and_metrics_of_the_who
     assert 0 < logged["epo/within"] < 1 and logged["epo/penalty"] > 0
 
 
+# ---- the paper's defaults
+
+
+def test_the_papers_values_are_the_default() -> None:
+    """Tables 2 and 3; of the two environments alpha is that of ALFWorld, below 0.5 as the paper assumes."""
+    p = Epo.Params()
+    assert (p.entropy_coeff, p.kl, p.kr, p.rho, p.phase_rate) == (0.001, 0.0, 2.0, 0.1, 3.0)
+    assert (p.corridor, p.phase, p.phase_middle, p.average, p.include_current) == (
+        "batch",
+        "paper",
+        None,
+        "turn",
+        False,
+    )
+    code = {"average": "host", "corridor": "turn", "phase": "code", "smoothing": "indicator", "include_current": True}
+    method = paper(**code, gate_turn=25)
+    assert method.aggregation == "host" and paper().aggregation == "sum"
+    assert paper(entropy_coeff=0).aggregation == "host"
+
+
+def term_of(method: Epo, decision: Decision, rollouts: Rollouts, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """The loss of a whole batch as the host adds it up, and its gradient with respect to the entropies in the order of
+    the tokens."""
+    rows, time = len(rollouts), int(rollouts.length.max())
+    mask = (torch.arange(time)[None] < rollouts.length[:, None]).long()
+
+    def padded(flat: Any) -> Tensor:
+        return torch.zeros(rows, time, dtype=torch.float64).masked_scatter(mask > 0, flat.double())
+
+    columns = {name: padded(x) for name, x in decision.token_columns.items()}
+    columns |= {name: x.double()[:, None] for name, x in decision.row_columns.items()}
+    h = padded(tokens.entropies).requires_grad_()
+    loss = masked_sum(method.regularize(make_terms(rows, time, mask=mask, entropies=h, columns=columns)), mask)
+    (grad,) = torch.autograd.grad(loss, h)
+    return loss.detach(), grad[mask > 0]
+
+
+@pytest.mark.parametrize("params", [{}, {"rho": 0}, {"kr": 1.1, "kl": 0.9, "rho": 3.0, "corridor": "turn"}])
+@pytest.mark.parametrize("layout", ["rollout", "turn"])
+def test_means_over_turns_then_rollouts(layout: str, params: dict[str, Any]) -> None:
+    """Eq. 2, 4 and 6 by loops, in both layouts: a row per rollout, and a row per turn."""
+    method = paper(entropy_coeff=0.5, **params)
+    stack, run = start_stack(method, run=make_run(total_batches=9)), [BATCH, NEXT, BATCH]
+    p, history = method.params, list[dict[int, float]]()
+    for k, batch in enumerate(run):
+        rollouts, tokens = batch_of(batch, k, layout)
+        decision = one_step(stack, rollouts, tokens)
+        loss, grad = term_of(method, decision, rollouts, tokens)
+        wanted, slope, now = 0.0, list[float](), dict[int, list[float]]()
+        for rollout in batch:
+            for t, turn in enumerate(rollout):
+                key = 0 if p.corridor == "batch" else t
+                now.setdefault(key, []).extend(turn)
+                seen = [e[key] for e in history if key in e]
+                ref = sum(seen) / len(seen) if seen else math.nan
+                for h in turn:
+                    share = 1 / len(turn) / len(rollout) / len(batch)
+                    outside = max(p.kl * ref - h, 0) + max(h - p.kr * ref, 0) if seen else 0.0
+                    sign = (h > p.kr * ref) - (h < p.kl * ref) if seen else 0
+                    factor = p.rho * (1 + math.exp(-3 * k / 4))
+                    wanted -= 0.5 * share * (h - factor * outside)
+                    slope.append(-0.5 * share * (1 - factor * sign))
+        history.append({key: sum(values) / len(values) for key, values in now.items()})
+        assert float(loss) == pytest.approx(wanted, rel=1e-6)
+        assert grad.tolist() == pytest.approx(slope, rel=1e-6)
+
+
 # ---- phase
 
 
@@ -588,10 +689,12 @@ def test_phase_weights_fall_and_grow() -> None:
     released = [phase_weight("code", k, 150) for k in range(200)]
     assert released[0] == 1.0 and all(a >= b for a, b in itertools.pairwise(released))
     assert released[150:] == [released[150]] * 50
-    paper = [phase_weight("paper", k, 100) for k in range(120)]
-    assert paper[0] == 2.0 and paper[60] == pytest.approx(1 + math.exp(-1)) and paper[100:] == [paper[100]] * 20
-    growing = [phase_weight("paper", k, 100, rate=-1.0) for k in range(101)]
+    falling = [phase_weight("paper", k, 101) for k in range(120)]
+    assert falling[0] == 2.0 and falling[50] == pytest.approx(1 + math.exp(-3))
+    assert falling[101] == pytest.approx(1.0025, abs=2e-4) and falling[101:] == [falling[101]] * 19
+    growing = [phase_weight("paper", k, 100, rate=-1.0, middle=60) for k in range(101)]
     assert all(a < b for a, b in itertools.pairwise(growing)) and growing[60] == pytest.approx(1 + math.e)
+    assert phase_weight("paper", 1, 1) == pytest.approx(1 + math.exp(-3))
     assert [phase_weight("code", k, 1) for k in (0, 1, 2)] == pytest.approx(
         [1.0, 0.8 * math.exp(-3), 0.8 * math.exp(-3)]
     )
@@ -607,7 +710,7 @@ def test_the_phase_is_that_of_the_batch_and_scales_the_penalty() -> None:
         [pytest.approx(0.8 * math.exp(-2.4))] * 2,
     ]
     own = start_stack(epo(phase="paper", phase_batches=20), run=make_run(total_batches=10))
-    assert decided(own, BATCH, 12).row_columns["epo_phase"].tolist() == pytest.approx([1 + math.exp(-1)] * 2)
+    assert decided(own, BATCH, 5).row_columns["epo_phase"].tolist() == pytest.approx([1 + math.exp(-1.5)] * 2)
     assert float(penalty(terms_of([[3.0]], 1.0, 2.0, phase=0.25))) == pytest.approx(0.5)
 
 
@@ -660,7 +763,9 @@ def test_refused_without_turns_unless_there_is_one_corridor() -> None:
     missing = {"turns": "every completion is one turn."}
     with pytest.raises(ConfigError, match=r"`epo` needs turns of agents.*: every completion is one turn"):
         preflight(build_stack("epo"), host(missing=missing))
-    for params in ({"corridor": "batch"}, {"rho": 0}, {"smooth_coeff": 0}, {"entropy_coeff": 0}):
+    with pytest.raises(ConfigError, match=r"`epo` needs turns of agents"):
+        preflight(build_stack("epo", {"epo": {"average": "host", "corridor": "turn"}}), host(missing=missing))
+    for params in ({"average": "host"}, {"average": "host", "rho": 0}, {"entropy_coeff": 0}):
         preflight(build_stack("epo", {"epo": params}), host(missing=missing))
 
 
@@ -680,9 +785,9 @@ def test_refused_where_the_host_has_no_entropies(need: str, params: dict[str, An
         ({"kr": 1.0}, "kr"),
         ({"rho": -1}, "rho"),
         ({"window": 0}, "window"),
-        ({"corridor": "batch", "gate_turn": 1}, "gate_turn"),
-        ({"phase_rate": 2.0}, "phase_rate"),
-        ({"phase": "code", "phase_middle": 0.3}, "phase_middle"),
+        ({"gate_turn": 1}, "gate_turn"),
+        ({"phase": "none", "phase_rate": 2.0}, "phase_rate"),
+        ({"phase": "code", "phase_middle": 3}, "phase_middle"),
         ({"rho": 0, "kl": 0.3}, "kl"),
         ({"mode": "row"}, "mode"),
     ],

@@ -19,7 +19,7 @@ _ADAM: dict[str, Any] = dict(optim="adamw_torch", adam_epsilon=1e-3, learning_ra
 _SAVED: dict[str, Any] = dict(max_steps=4, resume=2, evaluate=2)
 CORRIDOR: dict[str, Any] = {  # a narrow one around the entropy of each turn of a program
     "walk": {"greedy": True, "uneven": True},
-    "epo": {"entropy_coeff": 0.1, "kl": 0.999, "kr": 1.001},
+    "epo": {"entropy_coeff": 0.1, "corridor": "turn", "kl": 0.999, "kr": 1.001, "rho": 2.0, "phase": "none"},
 }
 _REAL: dict[str, Any] = dict(real=True, max_completion_length=130, top_k=1)  # TRL's own samples are greedy, too
 

@@ -21,7 +21,7 @@ from rl_plugins.runtime.state import load_state, save_state
 
 pytestmark = pytest.mark.host
 
-CORRIDOR = {"epo": {"corridor": "batch", "entropy_coeff": 0.1, "kl": 0.95, "kr": 1.05}}
+CORRIDOR = {"epo": {"average": "host", "entropy_coeff": 0.1, "kl": 0.95, "kr": 1.05, "rho": 2.0}}
 
 
 class Kill(TrainerCallback):

@@ -322,7 +322,14 @@ def test_epo_keeps_the_entropy_of_each_turn_in_its_corridor(tmp_path, monkeypatc
         max_completion_length=60,
         method_params={
             "turn_control": {"environment": Walk, "strategy": "unlimited", "turn_tokens": 3},
-            "epo": {"entropy_coeff": 0.2, "kl": 0.999, "kr": 1.001},
+            "epo": {
+                "entropy_coeff": 0.2,
+                "corridor": "turn",
+                "kl": 0.999,
+                "kr": 1.001,
+                "rho": 2.0,
+                "phase": "none",
+            },
         },
     )
     (first, tokens), (second, later) = decisions_of(trainer)
@@ -342,6 +349,9 @@ def test_epo_keeps_the_entropy_of_each_turn_in_its_corridor(tmp_path, monkeypatc
     for terms, gradients in found:  # the last is that of the loss
         live, h = terms.mask > 0, terms.entropies.detach()
         slope = (h > terms.columns["epo_high"]).double() - (h < terms.columns["epo_low"]).double()
-        wanted_gradient = torch.where(live, 0.2 * (2 * slope - 1) / live.sum(), 0.0)
+        share = terms.columns["epo_weight"] / terms.num_rows
+        assert float(share[live].sum()) == pytest.approx(1, rel=1e-5), "the mean over turns and rollouts"
+        assert len(share[live].unique()) > 2, "tokens of long turns count less"
+        wanted_gradient = torch.where(live, 0.2 * (2 * slope - 1) * share, 0.0)
         torch.testing.assert_close(gradients[-1].double(), wanted_gradient, rtol=1e-5, atol=1e-9)
     assert bool(slope[live].any()) and 0 < history(trainer, "epo/within")[1] < 1

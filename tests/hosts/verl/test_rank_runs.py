@@ -20,7 +20,7 @@ pytestmark = pytest.mark.host
 
 # Methods whose loss or pool acts in a later batch or optimizer step; each comes twice, with its state.
 TWICE = ["fission_grpo+echo_clip+watch", "aepo_clip+aepo_advantages+watch", "ppo_million", "epo"]
-EPO = {"corridor": "batch", "entropy_coeff": 0.1, "kl": 0.9, "kr": 1.1}
+EPO = {"average": "host", "entropy_coeff": 0.1, "kl": 0.9, "kr": 1.1, "rho": 2.0, "phase": "none"}
 ROUTED = ["routed"]  # a program, whose requests have the tag of their task
 ROUTER = f"""
 router_class: verl_routes.NotedBalancer
@@ -57,7 +57,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
         ]
 
     folder = tmp_path_factory.mktemp("verl")
-    options = {"RL_PLUGINS_TEST_DUMP": "1", "RL_PLUGINS_TEST_SLOW_REPLICA": "0.006"}
+    options = {"RL_PLUGINS_TEST_DUMP": "1", "RL_PLUGINS_TEST_SLOW_REPLICA": "0.01"}
     return walked(folder, [*ALL, "boom"], overrides, stand_in="noop", ranks=2, **options)
 
 

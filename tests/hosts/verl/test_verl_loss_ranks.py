@@ -12,7 +12,7 @@ from reference import EXTRAS, MODES, load, make_rows, mode, relative, same_gradi
 
 pytestmark = [pytest.mark.host, pytest.mark.ranks]
 
-EPO = {"entropy_coeff": 0.1, "corridor": "batch"}
+EPO = {"entropy_coeff": 0.1, "average": "host", "rho": 2.0}
 
 
 @pytest.fixture(scope="module")
