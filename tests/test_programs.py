@@ -16,9 +16,22 @@ from waiting import until
 
 from rl_plugins.core.errors import MethodError
 from rl_plugins.core.method import Method
-from rl_plugins.core.requests import Call, Generate, Generated, Kind, Prompt, Score, Trajectory, check_rows, together
+from rl_plugins.core.requests import (
+    BranchOrigin,
+    Call,
+    Generate,
+    Generated,
+    Kind,
+    Prompt,
+    Score,
+    Trajectory,
+    Turn,
+    check_rows,
+    together,
+)
+from rl_plugins.core.rollouts import Completion
 from rl_plugins.kit.threads import run_calls
-from rl_plugins.runtime.programs import Running, drive, run
+from rl_plugins.runtime.programs import SIDE, Running, drive, given_trajectory, run
 from rl_plugins.testing.engine import EOS, CharChat, TableEngine, make_prompt, run_program
 
 TABLE = {">": {"a": 0.5, "b": 0.5}, "a": {"a": 0.6, "b": 0.4}, "b": {"a": 0.5, EOS: 0.5}}
@@ -160,6 +173,111 @@ def test_a_prompt_longer_than_the_context_gives_an_empty_row():
     rows = run_program(program(plain), make_prompt(engine.chat, "a long prompt", n=2, max_context=5), engine)
     assert [(len(r), r.finish) for (r,) in rows] == [(0, "length")] * 2 and not engine.requests
 
+    def asked(prompt):
+        greedy, sampled = yield [Generate(prompt.start(), n=2, temperature=0), Generate(prompt.start())]
+        assert greedy == [Generated((), (), "length", sampled=False)] * 2
+        assert sampled == [Generated((), (), "length", sampled=True)]
+        (single,) = yield Generate(prompt.start(), temperature=1)
+        assert single.sampled
+        return []
+
+    assert run_program(program(asked), make_prompt(engine.chat, "a long prompt", max_context=5), engine) == []
+
+
+def test_a_program_makes_no_more_requests_than_any_that_ends():
+    """1,000 of each rollout, and 8 more per token; those that are still under way are asked once."""
+
+    def asks(times):
+        def body(prompt):
+            for _ in range(times - 2):
+                yield []
+            yield [Generate(prompt.start()), Score(prompt.start())]
+            return []
+
+        return run_program(program(body), make_prompt(CharChat(), "hi", n=2, max_tokens=3), TableEngine(TABLE))
+
+    most = 2 * (1000 + 8 * 3)
+    assert asks(most) == []
+    with raises(MethodError, match=f"`made`.*more than {most} requests"):
+        asks(most + 1)
+
+    def waiting(prompt):
+        made = yield Generate(prompt.start())
+        return made
+
+    def side_by_side(prompt):
+        yield from together([*(waiting(prompt) for _ in range(600)), counted(prompt)])
+        return []
+
+    sides = []
+
+    class Held:
+        async def generate(self, prompt, request):
+            assert prompt.n == 1
+            sides.append(SIDE.get())
+            await ended.wait()
+            return []
+
+    def counted(prompt):
+        for _ in range(3):
+            yield Call(int)
+        ended.set()
+
+    async def alone():
+        nonlocal ended
+        ended = asyncio.Event()
+        prompt = make_prompt(CharChat(), "hi", n=1, max_tokens=1)
+        return await drive(Running(program(side_by_side), prompt), Held())
+
+    ended = None
+    assert asyncio.run(alone()) == [] and sides == list(range(600))
+
+
+def test_token_ids_of_a_program_are_of_the_vocabulary():
+    def forces(prompt):
+        return [prompt.start().force((200,))]
+        yield
+
+    def asks(prompt):
+        yield Generate(prompt.start().force((200,)))
+
+    prompt = make_prompt(CharChat(), "hi", n=1)
+    assert Running(program(forces), prompt, 201).rows[0][0].tokens == (200,)
+    for body in (forces, asks):
+        with raises(MethodError, match=r"`made`.*200.*of 0\.\.199"):
+            Running(program(body), prompt, 200)
+
+
+def test_a_completion_that_a_plan_gives_is_a_row():
+    prompt = make_prompt(CharChat(), "hi")
+    (end,) = prompt.chat.eos
+    plain = given_trajectory(prompt, Completion((5, 6)))
+    assert (plain.prompt, plain.tokens, plain.versions, plain.finish) == (prompt.tokens, (5, 6), (-1, -1), "length")
+    assert plain.kinds == (Kind.FORCED,) * 2 and all(map(math.isnan, plain.logprobs))
+    assert (plain.turns, plain.rewards) == ((), None)
+    turns = (Turn(0, 2),)
+    rich = Completion(
+        (5, 6, end), (-0.5, -9.0, -0.25), (4, 5, 6), {"a": 1.0}, (False, True, False), prompt=(1, 2), turns=turns
+    )
+    row = given_trajectory(prompt, rich)
+    assert (row.prompt, row.tokens, row.versions, row.finish) == ((1, 2), (5, 6, end), (4, 5, 6), "eos")
+    assert row.kinds == (Kind.SAMPLED, Kind.OBSERVED, Kind.SAMPLED) and row.logprobs[::2] == (-0.5, -0.25)
+    assert math.isnan(row.logprobs[1]) and row.turns == turns and row.rewards == {"a": 1.0}
+    observed = given_trajectory(prompt, Completion((5, 6), observed=(False, True)))
+    assert observed.kinds == (Kind.FORCED, Kind.OBSERVED)
+
+
+def test_rows_of_a_tree_have_the_number_of_their_rollout_where_it_is_traced():
+    def body(prompt):
+        t = prompt.start().force((5,))
+        return [t, [replace(t, origin=BranchOrigin(0, 1)), t], replace(t, origin=BranchOrigin(1))]
+        yield
+
+    for traced, numbers in ((True, [[None], [1, None], [2]]), (False, [[None], [0, None], [0]])):
+        prompt = make_prompt(CharChat(), "hi", n=3, traced=traced)
+        rollouts = Running(program(body, rows=2), prompt).rows
+        assert [[r.origin and r.origin.number for r in rows] for rows in rollouts] == numbers
+
 
 def test_the_prefix_of_the_plan_is_forced():
     engine = TableEngine(TABLE)
@@ -205,6 +323,11 @@ def test_many_prompts_share_the_engines_batches():
     prompts = [make_prompt(engine.chat, text, n=3) for text in ("x", "y", "z")]
     together_ = run_program(program(plain), prompts, engine)
     assert engine.batches == 1 and [len(rows) for rows in together_] == [3, 3, 3]
+    twice = Running(program(lambda prompt: together([plain(prompt), plain(prompt)])), prompts[0])
+    assert twice.rows_made == 0 and twice.open == [0, 1] and [twice.side(i) for i in twice.open] == [0, 1]
+    for i in twice.open:
+        twice.answer(i, engine.generate([(prompts[0], twice.requests[i])])[0])
+        assert twice.rows_made == 3 * (i + 1)
     alone = [run_program(program(plain), p, TableEngine(TABLE)) for p in prompts]
     assert alone == together_
 
@@ -292,6 +415,14 @@ def test_an_asynchronous_engine_gives_the_same_rows():
     asynchronous = asyncio.run(drive(Running(program(body), prompt), Async()))
     assert asynchronous == run_program(program(body), prompt, Async().engine)
     assert asynchronous[0][0].rewards == {"reward": len(asynchronous[0][0]) - 1}
+
+    def listed(prompt):
+        t = prompt.start()
+        (greedy,), scored = yield [Generate(t, temperature=0), Score(t)]
+        return [t.add(greedy).scored(scored)]
+
+    listed_rows = asyncio.run(drive(Running(program(listed), prompt), Async()))
+    assert listed_rows == run_program(program(listed), prompt, Async().engine)
 
 
 # ---- faults
@@ -391,7 +522,7 @@ def test_errors_of_a_program_name_its_method():
         return []
 
     for body, why in (
-        (fails, r"(?s)`made` failed in `rollout`: ValueError: third wheel.*Remove `made`"),
+        (fails, r"(?s)`made` failed in `rollout`: ValueError: third wheel.*raise ValueError.*Remove `made`"),
         (asks_nonsense, "it yielded str. Yield Generate, Score or Call"),
         (too_few, r"Generate\(n=0\); it must be a whole number of 1 to 100000"),
         (many, "returned 5 rollouts for a prompt that asks for 1"),
@@ -401,6 +532,17 @@ def test_errors_of_a_program_name_its_method():
         with raises(MethodError, match=why):
             run_program(method, make_prompt(engine.chat, "hi", n=1), engine)
         assert method._place == "driver"
+
+
+def test_a_program_that_changes_its_prompt_is_refused_where_hooks_are_watched(monkeypatch):
+    def body(prompt):
+        prompt.columns["prompt"] = "another"
+        return []
+        yield
+
+    monkeypatch.setenv("RL_PLUGINS_DEBUG", "1")
+    with raises(MethodError, match="`made`.*`Prompt.columns`"):
+        Running(program(body), make_prompt(CharChat(), "hi"))
 
 
 def test_a_rollout_that_is_no_generator_is_an_error():
