@@ -32,7 +32,7 @@ from rl_plugins.trl.generation.programs import work_of_programs
 from rl_plugins.trl.generation.prompts import PROMPT_INDEX, Prompts, strip
 from rl_plugins.trl.generation.queue import work_of_queue
 from rl_plugins.trl.generation.rounds import work_of_rounds
-from rl_plugins.trl.generation.rows import collect, rollouts_of
+from rl_plugins.trl.generation.rows import Inside, collect, rollouts_of
 from rl_plugins.trl.generation.serving import host_view
 from rl_plugins.trl.generation.work import ScoredWork, Work, flat
 from rl_plugins.trl.host import NEWEST_VERSION, PUBLISHED, VERSION, VERSIONS, DatasetRow, HostBatch, Trainer
@@ -55,14 +55,14 @@ class DecidedWork(ScoredWork):
     Args:
         local: the decision on them.
         driver: on the driver only.
-        inside: (rows, time) bool, where tokens are that may carry a gradient.
+        inside: where tokens are that may carry a gradient.
         token_versions: (rows, time) published weights that made each token; None: the present ones.
         version, newest_version: (rows,) the oldest and the newest of them.
     """
 
     local: LocalDecision
     driver: DriverDecision | None
-    inside: Tensor
+    inside: Inside
     token_versions: Tensor | None
     version: Tensor
     newest_version: Tensor
@@ -188,7 +188,7 @@ def finish(trainer: Trainer, batch: DecidedWork, out: HostBatch) -> HostBatch:
     out = _with_versions(trainer, batch, out)
     if trainer.updates_seen is not None and trainer.updates_seen.wants_ratios:
         first = sum(r.plan is not None for part in work.rows[: work.rank] for r in part)
-        out = with_rows(out, len(batch.inside), first)
+        out = with_rows(out, len(batch.inside.length), first)
     return apply_decision(trainer, out, batch.inside, batch.local, trainer.args.generation_batch_size)
 
 

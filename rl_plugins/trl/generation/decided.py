@@ -6,9 +6,7 @@ numbers of the whole generation batch.
 
 from __future__ import annotations
 
-import bisect
-import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch import Tensor
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.runtime.ranks import to_owners
 from rl_plugins.trl.capabilities import refuse_inexact_loss, refuse_token_advantages
+from rl_plugins.trl.generation.rows import Inside
 from rl_plugins.trl.host import ROW_COLUMN, TOKEN_COLUMN, HostBatch, Trainer
 
 
@@ -35,7 +34,8 @@ class LocalDecision:
         group: (rows,) group numbers, -1 for fillers.
         num_rows, num_tokens: those that stay, over all ranks.
         complete: no row and no token left, and the batch is as long as TRL's own.
-        kept_per_rank: trained rows each rank holds.
+        moves: of the rows this rank trains beyond its share, number among those of all ranks -> rank that has room.
+            None: no rank has such rows.
     """
 
     trained: Tensor
@@ -49,67 +49,77 @@ class LocalDecision:
     num_rows: int
     num_tokens: int
     complete: bool
-    kept_per_rank: list[int]
+    moves: Mapping[int, int] | None
 
 
 def local_decisions(decision: Decision, rows_per_rank: Sequence[int], batch_rows: int) -> list[LocalDecision]:
     """Cuts a decision into the parts of the ranks. Real rows come first in rank order, fillers are the rest; tokens lie
     row by row, so a rank's are a slice."""
-    n, out, start = len(decision.trained), [], 0
-    length = decision.rollouts.length
-    first = torch.nn.functional.pad(torch.cumsum(length, 0), (1, 0)).tolist()  # token each row begins with
+    sizes, ranks = list(rows_per_rank), len(rows_per_rank)
+    n, length = len(decision.trained), decision.rollouts.length
+    rank = torch.repeat_interleave(torch.tensor(sizes))[:n]
+    counts = torch.bincount(rank, length.double(), ranks).long().tolist()  # tokens of each
     num_tokens = int(length[decision.trained].sum())
     only_rows, keep = True, decision.keep_tokens
     if keep is not None:
         # a row that stays but for some tokens has fewer than its length; a row that left has none
         only_rows, num_tokens = int(keep.sum()) == num_tokens, int(keep.sum())
     staying = int(decision.stays.sum())
-    kept = [int(part.sum()) for part in _split(decision.trained, rows_per_rank)]
     complete = only_rows and staying == n == batch_rows
-    advantages = None if decision.uniform or decision.advantages is None else decision.advantages.float()
-    row_advantages = decision.row_advantages.float()
-    for size in rows_per_rank:
-        mine = slice(min(start, n), min(start + size, n))
-        here = slice(first[mine.start], first[mine.stop])
 
-        def rows(x: Tensor, fill: float = 0, mine: slice = mine, size: int = size) -> Tensor:
-            return torch.nn.functional.pad(x[mine], (0, size - (mine.stop - mine.start)), value=fill)
+    def by_rows(x: Tensor, fill: float = 0) -> Sequence[Tensor]:
+        return torch.split(torch.nn.functional.pad(x, (0, sum(sizes) - n), value=fill), sizes)
 
-        def of_tokens(x: Tensor | None, here: slice = here) -> Tensor | None:
-            return None if x is None else x[here]
+    def by_tokens(x: Tensor | None) -> Sequence[Any]:
+        return [None] * ranks if x is None else torch.split(x, counts)
 
-        out.append(
-            LocalDecision(
-                trained=rows(decision.trained),
-                row_advantages=rows(row_advantages),
-                advantages=of_tokens(advantages),
-                keep_tokens=None if only_rows else of_tokens(keep),
-                old_logprobs=of_tokens(decision.old_logprobs),
-                row_columns={k: rows(v) for k, v in decision.row_columns.items()},
-                token_columns={k: v[here].float() for k, v in decision.token_columns.items()},
-                group=rows(decision.rollouts.group, -1),
-                num_rows=staying,
-                num_tokens=num_tokens,
-                complete=complete,
-                kept_per_rank=kept,
-            )
+    trained, row_advantages = by_rows(decision.trained), by_rows(decision.row_advantages.float())
+    advantages = by_tokens(None if decision.uniform or decision.advantages is None else decision.advantages.float())
+    keep_tokens, old_logprobs = by_tokens(None if only_rows else keep), by_tokens(decision.old_logprobs)
+    row_columns = {name: by_rows(x) for name, x in decision.row_columns.items()}
+    token_columns = {name: by_tokens(x.float()) for name, x in decision.token_columns.items()}
+    group = by_rows(decision.rollouts.group, -1)
+    moves = _moves(torch.bincount(rank[decision.trained], minlength=ranks), batch_rows // ranks)
+    return [
+        LocalDecision(
+            trained=trained[k],
+            row_advantages=row_advantages[k],
+            advantages=advantages[k],
+            keep_tokens=keep_tokens[k],
+            old_logprobs=old_logprobs[k],
+            row_columns={name: x[k] for name, x in row_columns.items()},
+            token_columns={name: x[k] for name, x in token_columns.items()},
+            group=group[k],
+            num_rows=staying,
+            num_tokens=num_tokens,
+            complete=complete,
+            moves=moves[k],
         )
-        start += size
-    return out
+        for k in range(ranks)
+    ]
 
 
-def _split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Runs of the given sizes; the last ones are shorter, or empty, where `x` ends."""
-    stops = list(itertools.accumulate(sizes))
-    return [x[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+def _moves(kept: Tensor, share: int) -> Sequence[Mapping[int, int] | None]:
+    """`LocalDecision.moves` of each rank.
+
+    Args:
+        kept: (ranks,) rows each of them trains.
+        share: rows each can train.
+    """
+    if int(kept.max()) <= share:
+        return [None] * len(kept)
+    over, room = (kept - share).clamp(min=0), torch.cumsum((share - kept).clamp(min=0), 0)
+    numbers = torch.arange(int(over.sum()))
+    pairs = torch.stack([numbers, torch.searchsorted(room, numbers, right=True)], 1)
+    return [dict(part.tolist()) for part in torch.split(pairs, over.tolist())]
 
 
-def apply_decision(trainer: Trainer, out: HostBatch, inside: Tensor, d: LocalDecision, batch_rows: int) -> HostBatch:
+def apply_decision(trainer: Trainer, out: HostBatch, inside: Inside, d: LocalDecision, batch_rows: int) -> HostBatch:
     """TRL's batch with a decision in it, of the size TRL expects.
 
     Args:
         out: the batch TRL returned.
-        inside: (rows without fillers, time) bool, where their tokens are.
+        inside: where the tokens of the rows are, without fillers.
         batch_rows: rows the batch trains, of all ranks.
     """
     ids, device = out["completion_ids"], out["completion_ids"].device
@@ -117,7 +127,7 @@ def apply_decision(trainer: Trainer, out: HostBatch, inside: Tensor, d: LocalDec
 
     def padded(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         full = torch.zeros(shape, dtype=dtype)
-        full[: inside.shape[0], : inside.shape[1]][inside] = values.to(dtype)
+        full[: len(inside.mask), : inside.width][inside.mask] = values.to(dtype)
         return full.to(device)
 
     if d.advantages is not None:
@@ -153,18 +163,15 @@ def apply_decision(trainer: Trainer, out: HostBatch, inside: Tensor, d: LocalDec
 def _to_batch_size(trainer: Trainer, out: HostBatch, d: LocalDecision, size: int) -> HostBatch:
     """Every rank gets exactly its share of rows: trained ones first, those beyond a rank's share move to ranks with
     room, and what is missing is filled with rows whose mask is empty."""
-    rank = trainer.accelerator.process_index
     kept = d.trained.nonzero()[:, 0]
     rest = (~d.trained).nonzero()[:, 0]
     stay, leave = kept[:size], kept[size:]
     if "num_images" in out:  # pixels are not a row each: nothing is cut (the plan was checked), rows are masked
         return _mask_rows(out, d.trained)
     received: list[HostBatch] = []
-    if max(d.kept_per_rank) > size:  # known to every rank, so all enter the exchange
-        room = list(itertools.accumulate(max(0, size - k) for k in d.kept_per_rank))
-        first = sum(max(0, k - size) for k in d.kept_per_rank[:rank])  # those that leave, numbered over all ranks
-        moved = {first + n: _row(out, int(i)) for n, i in enumerate(leave)}
-        received = list(to_owners(trainer.accelerator, moved, lambda place: bisect.bisect_right(room, place)).values())
+    if d.moves is not None:  # on no rank, so all enter the exchange
+        moved = {number: _row(out, i) for number, i in zip(d.moves, leave.tolist(), strict=True)}
+        received = list(to_owners(trainer.accelerator, moved, d.moves.__getitem__).values())
     missing = size - len(stay) - len(received)
     take = torch.cat([stay, rest[:missing]])
     live = torch.cat([torch.ones(len(stay)), torch.zeros(len(take) - len(stay))]).bool()

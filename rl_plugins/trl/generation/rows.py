@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -21,6 +22,24 @@ from rl_plugins.trl.generation.work import Row, Work, flat
 from rl_plugins.trl.host import HostRows, Trainer, tokenizer_of
 
 T = TypeVar("T")
+
+
+class Inside:
+    """Where the tokens of one rank's rows are that may carry a gradient.
+
+    Args:
+        length: (rows,) how many. width: of the longest completion.
+        mask: (rows, time) bool; None: they are the first of each row. It is made where somebody asks for it.
+    """
+
+    def __init__(self, length: Tensor, width: int, mask: Tensor | None = None) -> None:
+        self.length, self.width, self.whole = length, width, mask is None
+        if mask is not None:
+            self.mask = mask
+
+    @cached_property
+    def mask(self) -> Tensor:
+        return torch.arange(self.width) < self.length[:, None]
 
 
 @dataclass(frozen=True)
@@ -109,8 +128,8 @@ class AllRows:
 
 def collect(
     trainer: Trainer, rows: Sequence[Row], made: HostRows, advantages: Tensor, columns: Mapping[str, Tensor]
-) -> tuple[LocalRows, Tensor, Tensor | None]:
-    """This rank's rows; (rows, time) bool, where their tokens are; (rows, time) versions, if they differ.
+) -> tuple[LocalRows, Inside, Tensor | None]:
+    """This rank's rows; where their tokens are; (rows, time) versions, if they differ.
 
     Args:
         made: what TRL generated of them.
@@ -122,27 +141,25 @@ def collect(
     ends = {*trainer.eos_token_ids, tokenizer_of(trainer).pad_token_id}
     truncated = torch.tensor([not ids[i] or ids[i][-1] not in ends for i in real], dtype=torch.bool)
     length = torch.tensor([len(ids[i]) for i in real], dtype=torch.int64)
-    place = torch.arange(max((len(c) for c in ids), default=0))
-    inside = place < length[:, None]  # (rows, time), tokens that may carry a gradient
+    width = max((len(c) for c in ids), default=0)
+    inside = Inside(torch.where(truncated, 0, length) if trainer.mask_truncated_completions else length, width)
     if made.tool_mask is not None:
-        masks = [torch.tensor(made.tool_mask[i], dtype=torch.bool) for i in real]
-        inside &= torch.nn.utils.rnn.pad_sequence([place < 0, *masks], batch_first=True)[1:]
+        masks = [torch.tensor(m, dtype=torch.bool) for m in ([0] * width, *(made.tool_mask[i] for i in real))]
+        mask = inside.mask & torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)[1:]
+        inside = Inside(mask.sum(1), width, mask)
     programs, now = trainer.methods.claimed("rollout", "admit"), trainer.state.global_step
     trajectories = [r.made.trajectory for r in rows if r.made is not None]
-    if trainer.mask_truncated_completions:
-        inside &= ~truncated[:, None]
-    elif programs:
+    if programs and not trainer.mask_truncated_completions:
         truncated = torch.tensor([t.finish in ("length", "abort") for t in trajectories], dtype=torch.bool)
     known = [rows[i].versions for i in real]
-    versions = _versions(known, inside, now) if any(known) else None
+    versions = _versions(known, width, now) if any(known) else None
     tokens = turns = None
     if trainer.methods.reads_tokens:
-        whole = made.tool_mask is None and not trainer.mask_truncated_completions
         tokens = LocalTokens(
-            position=None if whole else inside.nonzero()[:, 1].int(),
+            position=None if inside.whole else inside.mask.nonzero()[:, 1].int(),
             forced=_forced_tokens([rows[i] for i in real], length, inside),
-            version=None if versions is None else versions[inside],
-            columns={name: c.detach().cpu()[real][:, : len(place)][inside] for name, c in columns.items()},
+            version=None if versions is None else versions[inside.mask],
+            columns={name: c.detach().cpu()[real][:, :width][inside.mask] for name, c in columns.items()},
         )
     if "turns" in needs:  # as the program marked them, or as tools and environments of TRL tell them
         marked = [tuple(t.turns) or spans(t.trained) for t in trajectories]
@@ -157,7 +174,7 @@ def collect(
         return texts
 
     local = LocalRows(
-        length=inside.sum(1),
+        length=inside.length,
         completion_length=length,
         truncated=truncated,
         advantages=advantages.detach().cpu()[real],
@@ -174,24 +191,24 @@ def collect(
     return local, inside, versions
 
 
-def _forced_tokens(rows: Sequence[Row], length: Tensor, inside: Tensor) -> Tensor | None:
+def _forced_tokens(rows: Sequence[Row], length: Tensor, inside: Inside) -> Tensor | None:
     """(tokens,) bool; None if no row has such tokens."""
     if not any(r.made is not None or r.plan is None or r.plan.given or r.plan.prefix for r in rows):
         return None
-    found = torch.zeros(inside.shape, dtype=torch.bool)
+    found = torch.zeros(inside.mask.shape, dtype=torch.bool)
     for k, (row, n) in enumerate(zip(rows, length.tolist(), strict=True)):
         own = forced(row, n)
         found[k, : len(own)] = own
-    return found[inside]
+    return found[inside.mask]
 
 
-def _extreme(which: Literal["amin", "amax"], versions: Tensor | None, inside: Tensor, now: int) -> Tensor:
+def _extreme(which: Literal["amin", "amax"], versions: Tensor | None, inside: Inside, now: int) -> Tensor:
     """(rows,) the oldest or newest version of each row's tokens; the present one of rows without a token."""
-    if versions is None or not inside.shape[1]:
-        return torch.full((len(inside),), now, dtype=torch.int64)
+    if versions is None or not inside.width:
+        return torch.full((len(inside.length),), now, dtype=torch.int64)
     other = now if which == "amin" else -1  # no version is newer than now
-    found: Tensor = getattr(torch.where(inside, versions, other), which)(1)
-    return torch.where(inside.any(1), found, now)
+    found: Tensor = getattr(torch.where(inside.mask, versions, other), which)(1)
+    return torch.where(inside.length > 0, found, now)
 
 
 def forced(row: Row, length: int) -> Tensor:
@@ -205,9 +222,9 @@ def forced(row: Row, length: int) -> Tensor:
     return torch.arange(length) < len(row.plan.prefix)
 
 
-def _versions(known: Sequence[Sequence[int] | None], inside: Tensor, now: int) -> Tensor:
+def _versions(known: Sequence[Sequence[int] | None], width: int, now: int) -> Tensor:
     """(rows, time) published weights that made each token; of tokens no policy made, the present ones."""
-    versions = torch.full(inside.shape, now, dtype=torch.int64)
+    versions = torch.full((len(known), width), now, dtype=torch.int64)
     for k, of_row in enumerate(known):
         if of_row is not None:
             own = torch.from_numpy(np.array(of_row, np.int64))  # not entry by entry, as torch reads a sequence
