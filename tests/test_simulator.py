@@ -134,7 +134,7 @@ def test_the_spare_rollout_is_late() -> None:
 
 
 def request(name: str) -> Any:
-    return _Rollout(name, "", 0, 0, 0, [], [], [], 0.0, 0, context=100)
+    return _Rollout(name, "", 0, 0, [], [], [], 0.0, 0, context=100)
 
 
 def test_servers_pause_and_read_again_what_another_server_read() -> None:
@@ -170,7 +170,7 @@ def test_older_groups_are_trained_first() -> None:
             queue.put(queue.ask() or 0, "rollout")
     assert [world.queues[0].get() is not None for _ in range(2)] == [True, True]
     world._collect()
-    assert [group.create_step for group in world.batch] == [0, 0] and world.training
+    assert [group.create_step for group in world.batch] == [0, 0] and world.full.triggered
 
 
 def test_the_mean_of_a_time_does_not_depend_on_its_spread() -> None:
@@ -236,6 +236,7 @@ def test_late_rollouts_can_be_closed_after_their_turn() -> None:
 
 # ---- any setup
 
+DRAWN_TASKS = [Task("a", 3, 50, 20, 1.0, 1.0, 0.5), Task("b", 1, 500, 5, 5.0, 1.5, share=0.5)]
 ANY = st.fixed_dictionaries(
     {
         "group_size": st.integers(1, 3),
@@ -258,7 +259,7 @@ ANY = st.fixed_dictionaries(
             st.booleans(),
         ),
         "weights": st.builds(Weights, st.sampled_from([0.0, 5.0]), st.sampled_from([0.0, 1.0]), st.booleans()),
-        "tasks": st.just([Task("a", 3, 50, 20, 1.0, 1.0, 0.5), Task("b", 1, 500, 5, 5.0, 1.5, share=0.5)]),
+        "tasks": st.just(DRAWN_TASKS),
         "tags": st.sampled_from([None, {"a": ["slow", "fast"]}, {"a": ["slow"], "b": ["fast"]}]),
     }
 )
@@ -293,6 +294,48 @@ def test_every_rollout_is_trained_dropped_late_failed_or_alive(options: Any, see
         for name, share in summary(run).items():
             if name.split()[0] in ("busy", "places", "reading", "environments", "acting", "rewards", "waited"):
                 assert -1e-9 <= share <= 1 + 1e-9, name
+
+
+ALL_OF_IT = Setup(
+    POOLS,
+    {"0": "slow", "1": "fast", "2": "slow"},
+    DRAWN_TASKS,
+    group_size=3,
+    redundancy=1,
+    groups=3,
+    fails=0.1,
+    hangs=0.05,
+    timeout=20.0,
+    restart=2.5,
+    train_seconds=6.0,
+    reward=Reward(2.0, 1.0, 1, overlapped=False),
+    weights=Weights(5.0, 1.0, blocking=False),
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "ends", "rollouts", "moved"),
+    [
+        ({}, [25.122779, 55.707816, 70.645902, 88.016648], [78, 36, 19, 0, 10, 2, 11], 2),
+        (
+            {"lockstep": True, "weights": Weights(5.0, 1.0)},
+            [86.182585, 145.304014, 237.908837, 301.844617],
+            [77, 36, 21, 3, 8, 2, 7],
+            9,
+        ),
+        (
+            {"close_spare": True, "staleness": 0, "reward": Reward(2.0, 1.0), "tags": {"a": ["slow"], "b": ["fast"]}},
+            [25.93998, 49.225567, 79.544761, 107.467729],
+            [70, 36, 14, 0, 8, 0, 12],
+            17,
+        ),
+    ],
+)
+def test_the_same_numbers_as_before_simpy(change: Any, ends: Any, rollouts: Any, moved: int) -> None:
+    """Numbers of the engine of ours that `simpy` replaced, where no two events of a run have the same time."""
+    run = simulate(replace(ALL_OF_IT, **change), 4)
+    assert [step.time for step in run.steps] == pytest.approx(ends, abs=1e-6)
+    assert list(run.rollouts.values()) == rollouts and run.moved == moved
 
 
 @given(ANY, st.integers(0, 1000), st.sampled_from(["faster pools", "faster rewards", "more workers"]))

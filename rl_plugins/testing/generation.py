@@ -1,4 +1,4 @@
-"""What over-provisioned generation would give: a discrete-event simulation, without a model and without an engine.
+"""What over-provisioned generation would give: a simulation of whole batches, without a model and without an engine.
 
     from rl_plugins.methods.april import April
     from rl_plugins.testing.generation import Simulation, summary

@@ -1,4 +1,5 @@
-"""`simulate`: rollouts on machines of several kinds next to a trainer, as a discrete-event simulation without a model.
+"""`simulate`: rollouts on machines of several kinds next to a trainer, as a discrete-event simulation on `simpy`,
+without a model.
 
     setup = Setup(
         [Pool("h800", 64, 20_000, 50), Pool("h20", 64, 3_000, 60)],
@@ -22,14 +23,14 @@ Source: arXiv 2512.22560. Times, failures and the rule of service are ours.
 
 from __future__ import annotations
 
-import heapq
+import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import numpy as np
+from simpy import Environment, Event, Resource
 
 from rl_plugins.core.errors import MethodError
 from rl_plugins.tools.disaggregated.queue import FinishedGroup
@@ -128,7 +129,6 @@ class _Rollout:
     faults: list[float]
     reward: float
     reads: int
-    turn: int = 0
     context: int = 0
     cached: int = 0
     server: str = ""
@@ -136,25 +136,25 @@ class _Rollout:
     version: int = -1
 
 
+_Waits = Generator[Event, Any, None]
+
+
 class _World:
-    """Everything at one moment; `events` holds what will happen."""
+    """Everything at one moment. The trainer and each rollout are processes, which yield what they wait for."""
 
     def __init__(self, setup: Setup, seed: int) -> None:
-        self.setup, self.seed = setup, seed
-        self.now, self.step = 0.0, 0
-        self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self.order = count()
+        self.setup, self.seed, self.env = setup, seed, Environment()
         self.servers = Servers(setup.router(), setup.pools, setup.servers)
-        self.lines: dict[str, deque[_Rollout]] = {}  # for a place on a server, by tag
+        self.lines: dict[str, deque[tuple[_Rollout, int, Event]]] = {}  # for a place on a server, by tag
         self.queues = [setup.queue() for _ in range(setup.groups)]
         self.per_group = setup.group_size + setup.redundancy
         self.idle = [[q * self.per_group + i for i in range(self.per_group)] for q in range(setup.groups)]
-        self.met: list[tuple[_Rollout, Callable[[_Rollout], None]]] = []  # in lockstep
+        self.met, self.go_on = 0, self.env.event()  # in lockstep
         self.in_turns = self.engaged = self.hung = self.failed_in_row = 0
-        self.workers, self.worked = [0.0] * (setup.reward.workers or 0), 0.0
+        self.workers = Resource(self.env, setup.reward.workers) if setup.reward.workers else None
         self.batch: list[FinishedGroup] = []
         self.needed = setup.groups * setup.groups_per_step
-        self.training, self.asked, self.waited = False, 0.0, 0.0
+        self.full = self.env.event()  # there is a batch
         self.done: list[TrainedStep] = []
         self.levels, self.alive = Levels(), set[_Rollout]()
         self.counts = dict.fromkeys(("begun", "trained", "failed", "dropped"), 0)
@@ -162,26 +162,22 @@ class _World:
         self.shares = np.cumsum([task.share for task in setup.tasks]) / sum(task.share for task in setup.tasks)
 
     def run(self, steps: int) -> SimulatedRun:
-        self._advance()
+        self.env.process(self._train())
         while len(self.done) < steps:
-            if not self.events:
+            if self.env.peek() == float("inf"):
                 raise MethodError(
-                    f"Step {self.step} waits for {self.needed - len(self.batch)} of its {self.needed} groups, and "
+                    f"Step {len(self.done)} waits for {self.needed - len(self.batch)} of its {self.needed} groups, and "
                     f"nothing is under way: {self.hung} of {self.per_group * len(self.queues)} environments have hung. "
                     f"Set `timeout`, or raise `redundancy` above {self.setup.redundancy}."
                 )
-            self.now, _, happens, args = heapq.heappop(self.events)
-            happens(*args)
+            self.env.step()
         in_queues = sum(min(len(e.finished), self.setup.group_size) for q in self.queues for e in q.live.values())
         waiting = in_queues + sum(len(group.rollouts) for group in self.batch)
         late = sum(q.late for q in self.queues)
         rollouts = {**self.counts, "late": late, "waiting": waiting, "under_way": len(self.alive)}
         return SimulatedRun(tuple(self.done), rollouts, self.servers.router.moved)
 
-    def _at(self, time: float, happens: Callable[..., None], *args: Any) -> None:
-        heapq.heappush(self.events, (time, next(self.order), happens, args))
-
-    # ---- environments
+    # ---- rollouts
 
     def _fill(self, groups: Sequence[int]) -> None:
         """Idle environments begin rollouts where their queue has a place."""
@@ -189,20 +185,18 @@ class _World:
             if self.engaged:
                 return
             groups = range(len(self.queues))
-        began = []
         for q in groups:
             while self.idle[q]:
-                episode = self.queues[q].ask(self.now)
+                episode = self.queues[q].ask(self.env.now)
                 if episode is None:
                     break
-                began.append(self._draw(self.idle[q].pop(0), q, episode))
-        self.in_turns += len(began)
-        self.engaged += len(began)
-        self.alive.update(began)
-        self.counts["begun"] += len(began)
-        self.levels.add("environments", len(began), self.now)
-        for rollout in began:
-            self._request(rollout)
+                rollout = self._draw(self.idle[q].pop(0), q, episode)
+                self.in_turns += 1
+                self.engaged += 1
+                self.alive.add(rollout)
+                self.counts["begun"] += 1
+                self.levels.add("environments", 1, self.env.now)
+                self.env.process(self._play(rollout))
 
     def _draw(self, environment: int, q: int, episode: int) -> _Rollout:
         place = self.begun[q, episode] = self.begun.get((q, episode), -1) + 1
@@ -221,65 +215,66 @@ class _World:
             reads=task.read,
         )
 
-    def _request(self, rollout: _Rollout) -> None:
-        rollout.context += rollout.reads
-        if not self._asked(rollout):
-            self.lines.setdefault(rollout.tag, deque()).append(rollout)
-
-    def _asked(self, rollout: _Rollout) -> bool:
-        end = self.servers.ask(rollout, rollout.written[rollout.turn], self.now)
-        if end is not None:
-            self._at(end, self._written, rollout)
-        return end is not None
-
-    def _written(self, rollout: _Rollout) -> None:
-        extra = self.servers.delayed(rollout)
-        if extra > 0:
-            self._at(self.now + extra, self._written, rollout)
-            return
-        self.servers.release(rollout, rollout.written[rollout.turn], self.now)
-        for line in self.lines.values():
-            while line and self._asked(line[0]):
-                line.popleft()
-        self._meet(rollout, self._act)
-
-    def _act(self, rollout: _Rollout) -> None:
-        fault, setup = rollout.faults[rollout.turn], self.setup
-        if fault < setup.hangs:
-            self.hung += 1
-            if setup.timeout is not None:
-                self._at(self.now + setup.timeout, self._timed_out, rollout)
-            return
-        self.levels.add("acting", 1, self.now)
-        after = self._failed if fault < setup.hangs + setup.fails else self._acted
-        self._at(self.now + rollout.seconds[rollout.turn], after, rollout)
-
-    def _acted(self, rollout: _Rollout) -> None:
-        self.levels.add("acting", -1, self.now)
-        self._meet(rollout, self._go_on)
-
-    def _go_on(self, rollout: _Rollout) -> None:
-        rollout.turn += 1
-        if rollout.turn == len(rollout.seconds):
-            self._ended(rollout)
-        elif self.setup.close_spare and self._is_late(rollout):
-            self._leave_turns()
-            self._put(rollout)
+    def _play(self, rollout: _Rollout) -> _Waits:
+        setup, env = self.setup, self.env
+        for turn, fault in enumerate(rollout.faults):
+            if turn and setup.close_spare and self._is_late(rollout):
+                self._leave_turns()
+                self._put(rollout)
+                self._free(rollout.environment)
+                return
+            yield from self._write(rollout, rollout.written[turn])
+            yield from self._meet()
+            if fault < setup.hangs:
+                self.hung += 1
+                yield env.event() if setup.timeout is None else env.timeout(setup.timeout)
+                self.hung -= 1
+            else:
+                self.levels.add("acting", 1, env.now)
+                yield env.timeout(rollout.seconds[turn])
+                self.levels.add("acting", -1, env.now)
+            if fault < setup.hangs + setup.fails:
+                self._lost(rollout)
+                yield env.timeout(setup.restart)
+                self._free(rollout.environment)
+                return
+            yield from self._meet()
+        self._leave_turns()
+        self.failed_in_row = 0
+        if setup.reward.overlapped:
             self._free(rollout.environment)
+        if self.workers is None:
+            yield env.timeout(rollout.reward)
         else:
-            self._request(rollout)
+            with self.workers.request() as worker:
+                yield worker
+                self.levels.add("rewards", 1, env.now)
+                yield env.timeout(rollout.reward)
+                self.levels.add("rewards", -1, env.now)
+        self._put(rollout)
+        if not setup.reward.overlapped:
+            self._free(rollout.environment)
+        self._collect()
+
+    def _write(self, rollout: _Rollout, tokens: int) -> _Waits:
+        rollout.context += rollout.reads
+        end = self.servers.ask(rollout, tokens, self.env.now)
+        if end is None:
+            placed = self.env.event()
+            self.lines.setdefault(rollout.tag, deque()).append((rollout, tokens, placed))
+            end = yield placed
+        left = end - self.env.now
+        while left > 0:
+            yield self.env.timeout(left)
+            left = self.servers.delayed(rollout)
+        self.servers.release(rollout, tokens, self.env.now)
+        for line in self.lines.values():
+            while line and (end := self.servers.ask(line[0][0], line[0][1], self.env.now)) is not None:
+                line.popleft()[2].succeed(end)
 
     def _is_late(self, rollout: _Rollout) -> bool:
         group = self.queues[rollout.environment // self.per_group].live.get(rollout.episode)
         return group is None or len(group.finished) >= self.setup.group_size
-
-    def _failed(self, rollout: _Rollout) -> None:
-        self.levels.add("acting", -1, self.now)
-        self._lost(rollout)
-
-    def _timed_out(self, rollout: _Rollout) -> None:
-        self.hung -= 1
-        self._lost(rollout)
 
     def _lost(self, rollout: _Rollout) -> None:
         self.counts["failed"] += 1
@@ -292,52 +287,32 @@ class _World:
         self.alive.remove(rollout)
         self.queues[rollout.environment // self.per_group].failed(rollout.episode)
         self._leave_turns()
-        self._at(self.now + self.setup.restart, self._free, rollout.environment)
-
-    def _ended(self, rollout: _Rollout) -> None:
-        self._leave_turns()
-        self.failed_in_row = 0
-        begin = self.now
-        if self.workers:
-            begin = max(self.workers[0], self.now)
-            heapq.heapreplace(self.workers, begin + rollout.reward)
-            self.worked += rollout.reward
-        self._at(begin + rollout.reward, self._rewarded, rollout)
-        if self.setup.reward.overlapped:
-            self._free(rollout.environment)
-
-    def _rewarded(self, rollout: _Rollout) -> None:
-        self._put(rollout)
-        if not self.setup.reward.overlapped:
-            self._free(rollout.environment)
-        self._collect()
 
     def _put(self, rollout: _Rollout) -> None:
         self.alive.remove(rollout)
-        self.queues[rollout.environment // self.per_group].put(rollout.episode, rollout, self.now)
+        self.queues[rollout.environment // self.per_group].put(rollout.episode, rollout, self.env.now)
 
     def _free(self, environment: int) -> None:
         q = environment // self.per_group
         self.idle[q].append(environment)
         self.engaged -= 1
-        self.levels.add("environments", -1, self.now)
+        self.levels.add("environments", -1, self.env.now)
         self._fill([q])
 
     # ---- lockstep
 
-    def _meet(self, rollout: _Rollout, go: Callable[[_Rollout], None]) -> None:
-        """Goes on at once, or in lockstep when all have come this far."""
-        if not self.setup.lockstep:
-            go(rollout)
-            return
-        self.met.append((rollout, go))
-        self._part()
+    def _meet(self) -> _Waits:
+        """In lockstep waits until all have come this far."""
+        if self.setup.lockstep:
+            self.met += 1
+            go_on = self.go_on
+            self._part()
+            yield go_on
 
     def _part(self) -> None:
-        if self.met and len(self.met) == self.in_turns:
-            met, self.met = self.met, []
-            for rollout, go in met:
-                go(rollout)
+        if self.met and self.met == self.in_turns:
+            self.go_on.succeed()
+            self.met, self.go_on = 0, self.env.event()
 
     def _leave_turns(self) -> None:
         self.in_turns -= 1
@@ -345,10 +320,33 @@ class _World:
 
     # ---- the trainer
 
-    def _advance(self) -> None:
+    def _train(self) -> _Waits:
+        setup, weights, env = self.setup, self.setup.weights, self.env
+        for step in itertools.count():
+            asked = env.now
+            self._advance(step)
+            yield self.full
+            waited = env.now - asked
+            yield env.timeout(setup.train_seconds)
+            if weights.blocking:
+                self.servers.pause(weights.transfer + weights.load, step + 1, env.now)
+                yield env.timeout(weights.transfer + weights.load)
+            else:
+                env.process(self._send(step + 1))
+            ages = tuple(step - group.create_step for group in self.batch)
+            lags = tuple(step - rollout.version for group in self.batch for rollout in group.rollouts)
+            self.counts["trained"] += len(lags)
+            self.done.append(TrainedStep(env.now, waited, ages, lags, self._so_far()))
+            self.batch, self.full = [], env.event()
+
+    def _send(self, version: int) -> _Waits:
+        yield self.env.timeout(self.setup.weights.transfer)
+        self.servers.pause(self.setup.weights.load, version, self.env.now)
+
+    def _advance(self, step: int) -> None:
         for queue in self.queues:
             before = dict(queue.live)
-            queue.advance(self.step)
+            queue.advance(step)
             for episode in before.keys() - queue.live.keys():
                 self.counts["dropped"] += min(len(before[episode].finished), self.setup.group_size)
         self._fill(range(len(self.queues)))
@@ -356,7 +354,7 @@ class _World:
 
     def _collect(self) -> None:
         """Takes complete groups until there is a batch, those that were created first before the others."""
-        if self.training:
+        if self.full.triggered:
             return
         while len(self.batch) < self.needed:
             oldest = [(next(iter(queue.live.values())), queue) for queue in self.queues if queue.live]
@@ -366,37 +364,14 @@ class _World:
             group = min(ready, key=lambda pair: pair[0])[1].get()
             assert group is not None
             self.batch.append(group)
-        self.training, self.waited = True, self.now - self.asked
-        self._at(self.now + self.setup.train_seconds, self._trained)
-
-    def _trained(self) -> None:
-        weights, version = self.setup.weights, self.step + 1
-        if weights.blocking:
-            self.servers.pause(weights.transfer + weights.load, version, self.now)
-            self._at(self.now + weights.transfer + weights.load, self._next)
-        else:
-            self._at(self.now + weights.transfer, self._arrived, version)
-            self._next()
-
-    def _arrived(self, version: int) -> None:
-        self.servers.pause(self.setup.weights.load, version, self.now)
-
-    def _next(self) -> None:
-        ages = tuple(self.step - group.create_step for group in self.batch)
-        lags = tuple(self.step - rollout.version for group in self.batch for rollout in group.rollouts)
-        self.counts["trained"] += len(lags)
-        self.done.append(TrainedStep(self.now, self.waited, ages, lags, self._so_far()))
-        self.step += 1
-        self.training, self.asked, self.batch = False, self.now, []
-        self._advance()
+        self.full.succeed()
 
     def _so_far(self) -> dict[str, float]:
-        environments = self.per_group * len(self.queues)
-        found = self.servers.used(self.now)
-        found |= {name: self.levels.area(name, self.now) / environments for name in ("environments", "acting")}
+        now, environments = self.env.now, self.per_group * len(self.queues)
+        found = self.servers.used(now)
+        found |= {name: self.levels.area(name, now) / environments for name in ("environments", "acting")}
         if self.workers:
-            left = sum(max(free - self.now, 0.0) for free in self.workers)
-            found["rewards"] = (self.worked - left) / len(self.workers)
+            found["rewards"] = self.levels.area("rewards", now) / self.workers.capacity
         found["expired"] = float(sum(queue.expired for queue in self.queues))
         found["late"] = float(sum(queue.late for queue in self.queues))
         found["failed"] = float(self.counts["failed"])
