@@ -28,6 +28,7 @@ def stacks() -> list[MethodStack]:
         build_stack("gdpo"),
         build_stack("mc_grpo"),
         MethodStack([method("select", select=lambda r: r.group != 1), method("drop", shape=drop_some, needs=set())]),
+        MethodStack([method("double", shape=lambda r, t: Shape(row_factor=2.0 * (r.rollout != 1)), needs=set())]),
         MethodStack([method("less", rewards=lambda r: torch.where(r.rollout == 0, NAN, r.reward))]),
     ]
 
@@ -91,8 +92,8 @@ def test_groups_in_order_sum_like_groups_in_any_order(rows) -> None:
     rows = sorted(rows, key=lambda r: r[0])
     ids, x = torch.tensor([g for g, _ in rows]), torch.tensor([v for _, v in rows], dtype=torch.float64)
     blocks, scattered = Groups(ids, count=5), Groups(ids, count=5)
-    scattered.__dict__["_blocks"] = None
+    scattered.__dict__["_in_order"] = False
     for name in ("sum", "mean", "std", "min", "max", "n"):
         a, b = getattr(blocks, name)(x), getattr(scattered, name)(x)
         assert torch.equal(a.nan_to_num(nan=-99), b.nan_to_num(nan=-99)), name
-    assert blocks._blocks is not None
+    assert blocks._in_order

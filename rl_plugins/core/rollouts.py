@@ -657,6 +657,7 @@ class Shape(Replaceable):
 
     Args:
         advantages: (tokens,) new token advantages.
+        row_factor: (rows,) factor on the advantages of a row, so a rule per row reads no token.
         keep_rows: (rows,) bool, False: the row leaves the update.
         keep_tokens: (tokens,) bool, False: the token leaves the update.
         old_logprobs: (tokens,) log-probs to use in the importance ratio instead of the host's.
@@ -664,6 +665,7 @@ class Shape(Replaceable):
     """
 
     advantages: Tensor | None = None
+    row_factor: Tensor | None = None
     keep_rows: Tensor | None = None
     keep_tokens: Tensor | None = None
     old_logprobs: Tensor | None = None

@@ -56,9 +56,7 @@ class DoraData(Method):
     fidelity = "paper"
     does = "Drops groups without signal and masks rows whose grading failed or that were cut off"
     problems = ("no_signal",)
-    needs = from_params(
-        lambda p: signals(columns=[p.failed_column], token_ids=p.truncated != "keep", tokens=p.truncated == "mask")
-    )
+    needs = from_params(lambda p: signals(columns=[p.failed_column], token_ids=p.truncated != "keep"))
     idle = (Idle({"dropped_groups": 0, "failed": 0, "truncated_masked": 0}, "nothing left: look at `accuracy`."),)
 
     @dataclass(frozen=True)
@@ -110,8 +108,7 @@ class DoraData(Method):
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
         if self.params.truncated != "mask":
             return None
-        masked = self._masked(rollouts)
-        return Shape(advantages=torch.where(masked[tokens.row], 0.0, tokens.advantages))
+        return Shape(row_factor=(~self._masked(rollouts)).double())
 
     def _accuracy(self, rollouts: Rollouts) -> Tensor:
         """(rows,) accuracy; NaN for rows without a reward."""

@@ -50,7 +50,6 @@ class GdroPrompt(Binned):
     name = "gdro_prompt"
     does = "Weights advantages by difficulty, giving bins of prompts with a high loss more weight"
     problems = ("few_prompts",)
-    needs = frozenset({"prompt_index", "tokens"})
     idle = (Idle({"spread": 0.0}, "all weights are equal. `eta` is 0, or all prompts are in one bin (`edges`)."),)
 
     @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class GdroPrompt(Binned):
             self.log(f"score/{name}", score[number])
         weight = torch.ones(len(own), dtype=torch.float64)
         weight[own] = found
-        return Shape(advantages=tokens.advantages * each.rows.rows(weight)[tokens.row])
+        return Shape(row_factor=each.rows.rows(weight))
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         p, each = self.params, rollouts.per_rollout

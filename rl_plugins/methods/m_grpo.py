@@ -75,7 +75,7 @@ class MGrpo(Method):
     fidelity = "paper"
     does = "Trains a main agent and its sub-agents, each compared with its own kind"
     problems = ("agents",)
-    needs = from_params(lambda p: signals("tokens", "several_rollouts", columns=(p.agent_column, p.expert_column)))
+    needs = from_params(lambda p: signals("several_rollouts", columns=(p.agent_column, p.expert_column)))
     rows_per_rollout = from_params(lambda p: 1 + p.sub_per_rollout)
     idle = (Idle({"calls": 0}, "no sub-agent was called. Check the prompt and `parse` of m_grpo_rollout."),)
 
@@ -156,7 +156,7 @@ class MGrpo(Method):
         self.log("without_calls", (calls == 0).double().mean(), weight=parents.count)
         self.log("dropped", (copies[~main] == 0).double().sum() / calls.sum().clamp(min=1))
         self.log("copies", (copies[~main] - 1).clamp(min=0).sum() / made.clamp(min=1))
-        return Shape(advantages=tokens.advantages * copies[tokens.row], keep_rows=copies > 0)
+        return Shape(row_factor=copies, keep_rows=copies > 0)
 
     def _judged(self, rollouts: Rollouts, main: Tensor) -> Tensor:
         """(rows,) float64 the expert's judgments; NaN where there is none, and for main agents."""

@@ -220,7 +220,7 @@ def decide_advantages(
     if within is not None:
         within = within.replace(advantages=values)
     keep_rows = torch.ones(len(inside), dtype=torch.bool)
-    shaping = _Shaping(inside, within, keep_rows, of_tokens=stack.vocabulary is not None)
+    shaping = _Shaping(inside, within, values, keep_rows, of_tokens=stack.vocabulary is not None)
     for m in claims.get("shape", ()):
         shaped = stack.call("shape", m, inside, _seen_by(m, shaping.tokens))
         if shaped is not None:
@@ -241,7 +241,7 @@ def decide_advantages(
             f"metric rl_plugins/rows_trained is 0 for such batches."
         )
     if shaping.tokens is None or places is None:
-        return _decision_by_rows(selection, shaping, values, source)
+        return _decision_by_rows(selection, shaping, source)
     return _decision_by_tokens(selection, shaping, shaping.tokens, places, source)
 
 
@@ -322,10 +322,10 @@ def _zero_unless(scored: Tensor, values: Tensor) -> Tensor:
 
 
 class _Unasked:
-    """Stands in a hook for the tokens its method did not ask for."""
+    """Stands in a hook for the tokens its method did not ask for; the trace may see them."""
 
-    def __init__(self, method: str) -> None:
-        self._method = method
+    def __init__(self, method: str, tokens: Tokens | None) -> None:
+        self._method, self.hidden = method, tokens
 
     def _refuse(self) -> NoReturn:
         raise MethodError(
@@ -344,7 +344,7 @@ class _Unasked:
 
 def _seen_by(m: Method, tokens: Tokens | None) -> Any:
     """The tokens for a method that asks for them."""
-    return tokens if "tokens" in m.needs and tokens is not None else _Unasked(m.name)
+    return tokens if "tokens" in m.needs and tokens is not None else _Unasked(m.name, tokens)
 
 
 @dataclass
@@ -354,6 +354,7 @@ class _Shaping:
     Attributes:
         rollouts: those rows.
         tokens: with the advantages, `keep` and old log-probs to use; None where nobody reads them.
+        row_advantages: (rows,) to use where nobody reads tokens.
         keep_rows: (rows,) bool.
         row_columns, token_columns: for the loss.
         new_old_logprobs: some hook gave old log-probs.
@@ -362,6 +363,7 @@ class _Shaping:
 
     rollouts: Rollouts
     tokens: Tokens | None
+    row_advantages: Tensor
     keep_rows: Tensor
     row_columns: dict[str, Tensor] = field(default_factory=dict)
     token_columns: dict[str, Tensor] = field(default_factory=dict)
@@ -386,14 +388,25 @@ class _Shaping:
         if gives and (self.tokens is None or "tokens" not in m.needs):
             why = 'it gave values per token, and the class does not ask for tokens. Add "tokens" to its `needs`.'
             raise validate.invalid_return(m, "shape", why)
+        factor = shaped.row_factor
+        if factor is not None:
+            factor = validate.bounded(m, "shape", "`row_factor`", factor, rows, "row")
         if self.tokens is not None:
-            self._apply_to_tokens(m, shaped, self.tokens, keep_rows)
+            self._apply_to_tokens(m, shaped, self.tokens, keep_rows, factor)
+        elif factor is not None:
+            made = self.row_advantages * factor
+            self.row_advantages = validate.bounded(m, "shape", "`row_factor` times advantage", made, rows, "row")
 
-    def _apply_to_tokens(self, m: Method, shaped: Shape, tokens: Tokens, keep_rows: Tensor | None) -> None:
+    def _apply_to_tokens(
+        self, m: Method, shaped: Shape, tokens: Tokens, keep_rows: Tensor | None, factor: Tensor | None
+    ) -> None:
         n, keep = len(tokens), tokens.keep
         changes: dict[str, Tensor] = {}
         if shaped.advantages is not None:
             changes["advantages"] = validate.bounded(m, "shape", "`advantages`", shaped.advantages, n, "token")
+        if factor is not None:
+            made = changes.get("advantages", tokens.advantages) * factor[tokens.row]
+            changes["advantages"] = validate.bounded(m, "shape", "`row_factor` times advantage", made, n, "token")
         if shaped.old_logprobs is not None:
             given = validate.bounded(m, "shape", "`old_logprobs`", shaped.old_logprobs, n, "token")
             changes["old_logprobs"] = given.float()
@@ -469,12 +482,11 @@ def check_full(stack: MethodStack, decision: Decision, rows: int) -> None:
         )
 
 
-def _decision_by_rows(selection: Selection, shaping: _Shaping, values: Tensor, source: str) -> Decision:
+def _decision_by_rows(selection: Selection, shaping: _Shaping, source: str) -> Decision:
     """Back to the coordinates of all rows.
 
     Args:
-        values: (rows that `select` left,) advantages.
-        source: who made them.
+        source: who made the advantages.
     """
     kept = selection.rollouts.kept
     trained = shaping.keep_rows & (shaping.left > 0)
@@ -484,7 +496,7 @@ def _decision_by_rows(selection: Selection, shaping: _Shaping, values: Tensor, s
         trained=_back(trained, kept),
         keep_tokens=None,
         advantages=None,
-        row_advantages=_back(torch.where(trained, values, 0.0), kept),
+        row_advantages=_back(torch.where(trained, shaping.row_advantages, 0.0), kept),
         uniform=True,
         old_logprobs=None,
         row_columns={k: _back(v, kept) for k, v in shaping.row_columns.items()},

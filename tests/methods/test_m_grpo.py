@@ -307,15 +307,10 @@ RAGGED = of_query(
 )
 
 
-def drawn(m, rewards):
-    """How often each row is in the aligned batch: the weight that `shape` gives it."""
-    rollouts = rows_of(rewards)
-    stack = start_stack(m)
-    tokens = make_tokens(rollouts)
-    shaped = stack.call("shape", m, rollouts, tokens.replace(advantages=torch.ones(len(tokens), dtype=torch.float64)))
-    weight = torch.zeros(len(rollouts), dtype=torch.float64)
-    weight[tokens.row] = shaped.advantages
-    return weight.long().tolist()
+def drawn(m, rows):
+    """How often each row is in the aligned batch."""
+    start_stack(m)
+    return m._copies(rows_of(rows), torch.tensor([agent == "main" for *_, agent, _ in rows])).tolist()
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -491,7 +486,7 @@ def test_rows_must_say_whose_they_are():
     with pytest.raises(MethodError, match="there is no column `agent`"):
         one_step(stack, make_rollouts([1.0, 0.0]))
     other = code(main_agent="planner", agent_column="role")
-    assert other.needs == {"tokens", "several_rollouts", "column:role"}
+    assert other.needs == {"several_rollouts", "column:role"}
     rows = rows_of([(0, 0, "planner", 1.0), (0, 0, "sub", 1.0), (0, 1, "planner", 0.0)], column="role")
     assert one_step(start_stack(other), rows).row_advantages.tolist() == pytest.approx(
         [2**-0.5, 0, -(2**-0.5)], rel=1e-5
@@ -519,6 +514,6 @@ def test_parameters_out_of_range_are_named(values, wrong):
 def test_is_found_by_name_and_says_how_many_rows_a_rollout_takes():
     stack = build_stack("m_grpo", {"m_grpo": {"sub_per_rollout": "2"}})
     assert [m.rows_per_rollout for m in stack.methods] == [3]
-    assert stack.needs == {"tokens", "several_rollouts", "column:agent"}
+    assert stack.needs == {"several_rollouts", "column:agent"}
     with pytest.raises(ConfigError, match="both decide `advantages`"):
         build_stack("m_grpo, mc_grpo")

@@ -91,7 +91,6 @@ class SwarmSapo(Method):
             "text",
             "prompt_index",
             f"column:{p.prompt_column}",
-            tokens=p.external_weight != 1,
             several_rollouts=p.external_groups,
         )
     )
@@ -292,7 +291,7 @@ class SwarmSapo(Method):
         factor = torch.ones(len(rollouts), dtype=torch.float64)
         for row, _ in _marks(rollouts):
             factor[row] = weight
-        return Shape(advantages=tokens.advantages * factor[tokens.row])
+        return Shape(row_factor=factor)
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         """Publishes the own groups."""

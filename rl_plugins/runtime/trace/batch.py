@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rl_plugins.core.method import RowNote, TurnNote
@@ -71,7 +72,22 @@ def shapes(batch: TracedBatch) -> list[tuple[str, Shape]]:
 def first_advantages(batch: TracedBatch) -> Tensor:
     """(tokens,) before the first `shape` hook that changed advantages; those of the end if none did."""
     for s in batch.seen:
-        if s.hook == "shape" and isinstance(s.result, Shape) and s.result.advantages is not None:
-            before: Tensor = s.args[1].advantages
+        if s.hook == "shape" and isinstance(s.result, Shape) and shaped_advantages(s) is not None:
+            before: Tensor = _given(s).advantages
             return before
     return batch.tokens.advantages
+
+
+def shaped_advantages(s: Seen) -> Tensor | None:
+    """(tokens,) after a `shape` hook; None if it changed none."""
+    made, factor = s.result.advantages, s.result.row_factor
+    if factor is None:
+        return None if made is None else torch.as_tensor(made)
+    made = _given(s).advantages if made is None else torch.as_tensor(made)
+    return made * torch.as_tensor(factor)[_given(s).row]
+
+
+def _given(s: Seen) -> Tokens:
+    """The tokens of a `shape` hook, whether it asked for them or not."""
+    tokens: Tokens = getattr(s.args[1], "hidden", s.args[1])
+    return tokens

@@ -18,7 +18,7 @@ from rl_plugins.core.method import RowNote, TurnNote
 from rl_plugins.core.requests import ORIGIN, Kind
 from rl_plugins.core.rollouts import Jagged, Rollouts, Shape, TokenIds, weighted_reward
 from rl_plugins.runtime.trace import schema
-from rl_plugins.runtime.trace.batch import TracedBatch, Updated, first_advantages, shapes
+from rl_plugins.runtime.trace.batch import TracedBatch, Updated, first_advantages, shaped_advantages, shapes
 from rl_plugins.runtime.trace.notes import rendered, with_names, written
 
 FLOAT_SIGNALS = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies")
@@ -96,7 +96,9 @@ class Read:
     def _stages(self) -> list[tuple[str, Tensor, list[bool]]]:
         maker = next((s.method for s in self.batch.seen if s.hook == "advantages"), "")
         found = [(f"{maker}.advantages" if maker else "host", first_advantages(self.batch))]
-        found += [(f"{name}.shape", s.advantages) for name, s in shapes(self.batch) if s.advantages is not None]
+        shaped = [s for s in self.batch.seen if s.hook == "shape" and isinstance(s.result, Shape)]
+        after = [(f"{s.method}.shape", shaped_advantages(s)) for s in shaped]
+        found += [(name, values) for name, values in after if values is not None]
         row, n = self.tokens.row, len(self.rollouts)
         first = torch.tensor(self.start)[row]
         return [(m, v, (torch.bincount(row[v != v[first]], minlength=n) == 0).tolist()) for m, v in found]
