@@ -23,6 +23,7 @@ from rl_plugins.kit.masked import (
     ascending_blocks,
     ascending_schedule,
     decode,
+    decoding,
     end_factor,
     scaled_confidence,
     state_at,
@@ -329,3 +330,21 @@ def test_the_page_lists_every_option_with_its_default() -> None:
     page = (Path(__file__).parents[1] / "docs" / "masked_diffusion.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", page, re.MULTILINE)
     assert listed == [(f.name, repr(f.default)) for f in fields(MaskedOptions)]
+
+
+@pytest.mark.parametrize("remasking", ["confidence", "random"])
+def test_what_is_computed_in_parts_is_what_is_computed_at_once(remasking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are drawn one after another from the same stream; a large batch in float64 would take gigabytes."""
+    how, model = Decoding(8, steps=4, remasking=remasking, end_start=0.2), Tiny()
+    prompt = torch.randint(0, 6, (5, 3), generator=torch.Generator().manual_seed(1))
+
+    def decoded() -> Any:
+        return decode(model, prompt, how, MASK, END, torch.Generator().manual_seed(2))
+
+    whole, sizes = decoded(), []
+    choose = decoding._choose
+    monkeypatch.setattr(decoding, "AT_ONCE", 2 * 8 * WORDS + 1)
+    monkeypatch.setattr(
+        decoding, "_choose", lambda logits, *more: (sizes.append(len(logits)), choose(logits, *more))[1]
+    )
+    assert all(torch.equal(a, b) for a, b in zip(whole, decoded(), strict=True)) and sizes == [2, 2, 1] * 4

@@ -100,6 +100,16 @@ def test_a_tensor_is_read_late_and_keeps_no_graph():
     assert combine([metrics.take()]) == {"m/x": 6.0}
 
 
+def test_all_that_lies_on_a_device_is_read_at_once(monkeypatch):
+    """Exactly, whatever the type; a read per value would make the device wait for each."""
+    metrics, values = Metrics(), [torch.tensor(0.1), torch.tensor([0.1], dtype=torch.bfloat16), torch.tensor(7), 0.1]
+    for i, value in enumerate(values):
+        metrics.add(f"m/{i}", value, "sum", torch.tensor(2.0, dtype=torch.float64))
+    expected = {f"m/{i}": ("sum", float(value), 1.0) for i, value in enumerate(values)}
+    monkeypatch.setattr(torch.Tensor, "__float__", lambda self: pytest.fail("one value was read alone"))
+    assert metrics.take() == expected
+
+
 def test_taking_empties_and_what_ranks_exchange_is_plain():
     metrics = Metrics()
     for name, reduce in (("a", "mean"), ("b", "max"), ("c", "sum"), ("d", "min")):

@@ -66,6 +66,11 @@ class Live:
         method.log(name, getattr(found, reduce)(), reduce=reduce, weight=self.valid.sum())
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """float64, or float32 where the device has no float64 (MPS)."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def finite(log_ratio: Tensor) -> Tensor:
     """`log_ratio`, or 0 without gradient where it is not finite."""
     return torch.where(torch.isfinite(log_ratio), log_ratio, 0.0)

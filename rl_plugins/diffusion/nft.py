@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rl_plugins.core.denoising import Sample, Transition, noise
 from rl_plugins.core.errors import ConfigError, did_you_mean, shown
+from rl_plugins.core.losses import widest
 from rl_plugins.core.params import MethodParams, param
 from rl_plugins.core.rollouts import Terms
 from rl_plugins.diffusion.config import DiffusionConfig
@@ -115,7 +116,7 @@ def _mean(x: Tensor) -> Tensor:
 def _distance(x: Tensor, x0: Tensor) -> Tensor:
     """(samples,) squared distance, divided by the (constant) mean distance."""
     change = x - x0
-    weight = _mean(change.detach().double().abs()).clamp(min=_LEAST)
+    weight = _mean(change.detach().to(widest(change.device)).abs()).clamp(min=_LEAST)
     return _mean(change**2 / _wide(weight, x0))
 
 

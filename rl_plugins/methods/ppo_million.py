@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins import ConfigError, Method, MethodParams, Rollouts, Rows, Run, Shape, Terms, Tokens, Update, param
-from rl_plugins.core.losses import LOG_RATIO_LIMIT, Live, finite
+from rl_plugins.core.losses import LOG_RATIO_LIMIT, Live, finite, widest
 
 Action = Literal["none", "shrink", "grow", "anchor"]
 CUTS = "ppo_million_cuts"  # row column: cuts of the learning rate so far
@@ -122,12 +122,12 @@ class PpoMillion(Method):
 
     def regularize(self, terms: Terms) -> Tensor:
         """(rows, time) zeros."""
-        p = self.params
-        log_ratio = finite(terms.logprobs.detach().double() - terms.old_logprobs.detach().double())
+        p, wide = self.params, widest(terms.logprobs.device)
+        log_ratio = finite(terms.logprobs.detach().to(wide) - terms.old_logprobs.detach().to(wide))
         log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         change, adv = torch.expm1(log_ratio), terms.advantages  # r - 1
         clipped = ((adv > 0) & (change > p.clip_high)) | ((adv < 0) & (change < -p.clip_low))
-        Live(terms).log_means(self, kl=change - log_ratio, clipped=clipped.double())
+        Live(terms).log_means(self, kl=change - log_ratio, clipped=clipped.to(wide))
         return torch.zeros_like(terms.logprobs)
 
 

@@ -25,7 +25,7 @@ from rl_plugins import (
     signals,
 )
 from rl_plugins.core.groups import places
-from rl_plugins.core.losses import Live, finite
+from rl_plugins.core.losses import Live, finite, widest
 
 Baseline = Literal["opob", "group", "none"]
 Norm = Literal["length", "proxy", "exact"]
@@ -180,7 +180,7 @@ class Vcpo(Method):
         live = Live(terms)
         logprobs, behavior = live.all("logprobs", "rollout_logprobs")
         lp = finite(logprobs)
-        log_ratio, length = finite(lp.detach() - behavior).double(), live.valid.sum(1)
+        log_ratio, length = finite(lp.detach() - behavior).to(widest(lp.device)), live.valid.sum(1)
         k3 = (torch.expm1(log_ratio.clamp(max=LOG_LIMIT)) - log_ratio).sum(1) / length.clamp(min=1)
         rows = (length > 0).sum()
         self.log("k3", k3.sum() / rows, weight=rows)

@@ -3,9 +3,9 @@
 Only the contract test (`rl-plugins check`) looks, and a run with RL_PLUGINS_DEBUG=1 in its environment. Every other run
 looks at nothing, so a hook costs the same whatever it is given.
 
-A look compares a checksum of every storage on the CPU, once however many tensors share it. On other devices it compares
-torch's own count of writes. Of lists and dicts, however deep, it compares the objects that they hold. Texts and numbers
-cannot be changed, so they are not read.
+A look compares a checksum of every storage, once however many tensors share it; what lies on a GPU is copied for it. Of
+lists and dicts, however deep, it compares the objects that they hold. Texts and numbers cannot be changed, so they are
+not read.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ def _looks(value: Any, name: str, seen: set[Any]) -> Iterator[tuple[str, Callabl
     if isinstance(value, Tensor):
         if not value.is_inference():
             yield name, lambda: value._version
-        storage = value.untyped_storage() if value.device.type == "cpu" and value.layout == torch.strided else None
-        if storage and (place := ("storage", storage.data_ptr())) not in seen:
+        storage = value.untyped_storage() if value.device.type != "meta" and value.layout == torch.strided else None
+        if storage and (place := ("storage", value.device, storage.data_ptr())) not in seen:
             seen.add(place)
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-            yield name, lambda: zlib.crc32(whole.numpy().data)
+            whole = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
+            yield name, lambda: zlib.crc32(whole.cpu().numpy().data)
     elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
         yield name, lambda: zlib.crc32(value.tobytes())
     elif isinstance(value, Mapping):

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from rl_plugins.core.errors import MethodError
 
 # name -> (reduce, accumulated value, accumulated weight); what ranks exchange.
@@ -13,7 +15,8 @@ Partial = dict[str, tuple[str, float, float]]
 
 
 class Metrics:
-    """Collects values of one step. Tensors are read when the step is over, so logging in the loss costs no sync."""
+    """Collects values of one step. Tensors are read when the step is over, all at once, so logging in the loss costs no
+    sync."""
 
     def __init__(self) -> None:
         self._values: dict[str, tuple[str, list[tuple[Any, Any]]]] = {}
@@ -35,9 +38,10 @@ class Metrics:
     def look(self) -> Partial:
         """Like `take`, and the collection stays."""
         partial: Partial = {}
+        numbers_of = iter(_read([x for _, values in self._values.values() for pair in values for x in pair]))
         for name, (reduce, values) in self._values.items():
-            numbers = [(float(v), float(w)) for v, w in values]
-            numbers = [(v, w) for v, w in numbers if not math.isnan(v) and 0 < w < math.inf]
+            pairs = [(next(numbers_of), next(numbers_of)) for _ in values]
+            numbers = [(v, w) for v, w in pairs if not math.isnan(v) and 0 < w < math.inf]
             if not numbers:
                 partial[name] = (reduce, 0.0, 0.0)
             elif reduce == "mean":
@@ -81,6 +85,19 @@ def _number(name: str, value: Any) -> Any:
     if value.is_complex():
         raise MethodError(f"`{name}` is logged with a complex number; log a real one.")
     return value.detach()
+
+
+def _read(values: list[Any]) -> list[float]:
+    """Values as floats. The tensors of one device and type are read at once, each exactly as it is."""
+    kinds: dict[Any, list[int]] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            kinds.setdefault((value.device, value.dtype), []).append(i)
+    for places in kinds.values():
+        numbers = torch.stack([values[i].reshape(()) for i in places]).tolist()
+        for i, number in zip(places, numbers, strict=True):
+            values[i] = float(number)
+    return values
 
 
 def _sum(values: Iterable[float]) -> float:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.core.errors import MethodError
+from rl_plugins.core.losses import widest
 from rl_plugins.core.rollouts import Rows, Terms, Update
 from rl_plugins.runtime import validate
 from rl_plugins.runtime.stack import MethodStack
@@ -152,6 +153,11 @@ def _in_the_loss(stack: MethodStack) -> str:
 def masked_sum(per_token: Tensor, mask: Tensor) -> Tensor:
     """Sum over trained tokens: what a loss with `aggregation = "sum"` is. Values at masked tokens may be NaN."""
     return torch.where(mask > 0, per_token, 0.0).sum()
+
+
+def row_sums(values: Tensor, mask: Tensor) -> Tensor:
+    """(rows,) float64 sums over trained tokens, on the CPU: what `before_update` gets of a column per token."""
+    return torch.where(mask > 0, values, 0.0).to(widest(values.device)).sum(1).cpu().double()
 
 
 _NOT_ROWS = ("columns", "current_version", "steps_since_published")  # fields of `Rows` that are not a tensor of rows

@@ -418,19 +418,21 @@ def per_token(m: Method, hook: str, value: object, terms: Terms, gradient: bool)
         )
     trained = terms.mask > 0
     masked = torch.where(trained, value, 0.0)
-    if not bool(torch.isfinite(masked.detach()).all()):
-        raise invalid_return(
-            m, hook, "the value of a trained token is NaN or infinite, so the weights would become NaN."
-        )
     live = [x for x in (terms.logprobs, terms.entropies) if x is not None and x.requires_grad]
     grads: Sequence[Tensor | None] = [None]
     if live and value.requires_grad:  # of what the method made of the log-probs, not of the model
         grads = torch.autograd.grad(masked.sum(), live, retain_graph=True, allow_unused=True)
+    flags = [torch.isfinite(masked.detach()).all(), (trained if gradient else masked).any()]
+    finite, acts, *finite_grads = read(flags + [torch.isfinite(g).all() for g in grads if g is not None])
+    if not finite:
+        raise invalid_return(
+            m, hook, "the value of a trained token is NaN or infinite, so the weights would become NaN."
+        )
     missing = grads[0] is None if gradient else all(g is None for g in grads)
-    if live and missing and bool(trained.any() if gradient else masked.any()):
+    if live and missing and acts:
         on = "`terms.logprobs`" if gradient else "`terms.logprobs` or `terms.entropies`"
         raise invalid_return(m, hook, f"it has no gradient; it must depend on {on} without `detach`.")
-    if not all(g is None or bool(torch.isfinite(g).all()) for g in grads):
+    if not all(finite_grads):
         why = (
             "its gradient is NaN or infinite, so the weights would become NaN. Look for a root, a logarithm or a "
             "division at 0, at masked tokens too: torch.where has a NaN gradient where the value it does not take is "
@@ -438,3 +440,8 @@ def per_token(m: Method, hook: str, value: object, terms: Terms, gradient: bool)
         )
         raise invalid_return(m, hook, why)
     return value
+
+
+def read(flags: Sequence[Tensor]) -> list[bool]:
+    """Answers that lie on a device, at once: each time the host asks, it waits for all that the device has to do."""
+    return [bool(answer) for answer in torch.stack(list(flags)).tolist()]

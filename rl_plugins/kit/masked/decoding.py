@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from rl_plugins.core.errors import ConfigError, shown
+from rl_plugins.core.losses import widest
 from rl_plugins.kit.masked.schedules import ascending_blocks, ascending_schedule, uniform_schedule
 from rl_plugins.kit.masked.states import Model
 
+AT_ONCE = 2**23  # numbers in float64, 64 MB: all rows of a batch with a large vocabulary are gigabytes
 _CHOICES = {
     "schedule": ("uniform", "ascending"),
     "remasking": ("confidence", "random"),
@@ -165,7 +167,7 @@ def decode(
     Per step i, with z the logits of the answer's places and u uniform noise of every place and token:
 
         x    = argmax_v z_v - tau log(-log u_v)
-        c    = softmax(z)_x, times the factor of step i where x is the end token
+        c    = softmax(z)_x, times the factor of step i where x is the end token, both in float64
         the n_i masked places of the block with the largest c get x
 
     Args:
@@ -183,8 +185,14 @@ def decode(
     place = torch.arange(how.length, device=device)
     for step, in_block, end, count in how.plan():
         logits = _logits(model, prompt, answer, how, mask_id, unconditional)
-        chosen = _choose(logits, how.temperature, generator)
-        confidence = scaled_confidence(logits, chosen, end_id, how.end_factor(step, in_block))
+        together = max(1, AT_ONCE // max(1, logits[:1].numel()))  # rows
+        factor, parts = how.end_factor(step, in_block), list[tuple[Tensor, Tensor]]()
+        for part in torch.split(logits, together):
+            wide = part.to(widest(device))
+            wide[..., mask_id] = -torch.inf
+            tokens = _choose(wide, how.temperature, generator)
+            parts.append((tokens, scaled_confidence(wide, tokens, end_id, factor)))
+        chosen, confidence = (torch.cat(of_parts) for of_parts in zip(*parts, strict=True))
         if how.remasking == "random":
             confidence = torch.rand(confidence.shape, generator=generator, device=device, dtype=confidence.dtype)
         free = (answer == mask_id) & (place < end)
@@ -198,19 +206,17 @@ def decode(
 def _logits(
     model: Model, prompt: Tensor, answer: Tensor, how: Decoding, mask_id: int, unconditional: Model | None
 ) -> Tensor:
-    """(rows, tokens, vocabulary) float64 logits of the answer's places; -inf for the mask."""
+    """(rows, tokens, vocabulary) logits of the answer's places, as the model gives them."""
     logits = model(torch.cat([prompt, answer], dim=1))[:, prompt.shape[1] :]
     if how.guidance:
         hidden = torch.full_like(prompt, mask_id)
         plain = (unconditional or model)(torch.cat([hidden, answer], dim=1))[:, prompt.shape[1] :]
         logits = plain + (how.guidance + 1) * (logits - plain)
-    logits = logits.double()
-    logits[..., mask_id] = -torch.inf
     return logits
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
     if temperature == 0:
         return logits.argmax(-1)
-    noise = torch.rand(logits.shape, generator=generator, device=logits.device, dtype=torch.float64)
+    noise = torch.rand(logits.shape, generator=generator, device=logits.device, dtype=logits.dtype)
     return (logits - temperature * torch.log(-torch.log(noise))).argmax(-1)

@@ -93,7 +93,7 @@ class UpdateStep:
         dense = {**dense, "logprobs": leaves[0], "entropies": leaves[1]}
         shares = []
         for rows in micro_batches:
-            terms = self._terms(dense, columns, rows, padding)
+            terms = self.terms(rows, dense, columns, padding)
             shares.append(_share(self.stack.call(hook, self.method, terms), terms, how))
         total = torch.stack(shares).sum()
         if not total.requires_grad:
@@ -101,9 +101,17 @@ class UpdateStep:
         gradients = torch.autograd.grad(total, leaves, materialize_grads=True, allow_unused=True)
         return total.detach(), gradients[0], gradients[1]
 
-    def _terms(
-        self, dense: dict[str, Tensor], token_columns: dict[str, Tensor], rows: list[int], padding: int
+    def terms(
+        self,
+        rows: list[int],
+        dense: dict[str, Tensor] | None = None,
+        token_columns: dict[str, Tensor] | None = None,
+        padding: int = 0,
     ) -> Terms:
+        """A micro-batch of some rows. `dense`, `token_columns`: others than those of the step."""
+        dense = self.dense if dense is None else dense
+        token_columns = self.token_columns if token_columns is None else token_columns
+
         def cut(x: Tensor) -> Tensor:
             return torch.nn.functional.pad(x[rows], (0, padding))
 

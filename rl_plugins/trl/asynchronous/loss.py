@@ -102,6 +102,7 @@ class Flat:
             names = [k for k in inputs if k.startswith(kind) and k.removeprefix(ROW) not in OF_SAMPLES]
             columns |= {k.removeprefix(kind): self.rows(k).to(logprobs)[:, None] for k in names}
         step = {k: inputs[STEP + k][0] for k in ("num_tokens", "num_rows", "current_version", "steps_since_published")}
+        version, since = torch.stack([step["current_version"], step["steps_since_published"]]).tolist()  # read at once
         proximal = any(m.old_policy != "host" for m in trainer.methods.methods)
         of_tokens = columns.pop(VERSIONS, None)
         versions = self.rows(ROW + VERSION)[:, None].expand(self.shape) if of_tokens is None else of_tokens
@@ -117,8 +118,8 @@ class Flat:
             rollout_logprobs=sampled if "rollout_logprobs" in needs else None,
             columns=columns,
             versions=versions.long() if "token_versions" in needs else None,
-            current_version=int(step["current_version"]),
-            steps_since_published=int(step["steps_since_published"]),
+            current_version=int(version),
+            steps_since_published=int(since),
         )
 
 
@@ -194,7 +195,7 @@ def _rows_of(trainer: Any, host_loss: HostLoss, flats: Sequence[Flat]) -> Rows:
     """This rank's rows of an optimizer step."""
 
     def summed(of: Callable[[Flat], Tensor]) -> Tensor:
-        return torch.cat([torch.where(f.mask > 0, of(f), 0.0).double().sum(1).cpu() for f in flats])
+        return torch.cat([update.row_sums(of(f), f.mask) for f in flats])
 
     def rows(name: str) -> Tensor:
         return torch.cat([f.rows(ROW + name).cpu() for f in flats])
@@ -229,4 +230,4 @@ def _live(trainer: Any, host_loss: HostLoss, flat: Flat, micro_batches: int) -> 
         outputs_of(trainer.accelerator.unwrap_model(trainer.model)) as seen,
     ):
         host_loss(flat.inputs)
-    return flat.output(seen[0].log_probs).double().sum(1).cpu()
+    return update.row_sums(flat.output(seen[0].log_probs), flat.mask)

@@ -197,7 +197,7 @@ def _with_versions(trainer: Trainer, batch: DecidedWork, out: HostBatch) -> Host
     stack, now, ids = trainer.methods, trainer.state.global_step, out["completion_ids"]
     if not stack.claimed("policy_loss", "regularize", "before_update"):
         return out
-    new = {PUBLISHED: torch.tensor(now, device=ids.device)}
+    new = {PUBLISHED: torch.tensor(now)}  # stays on the CPU, where every micro-batch reads it
     if stack.claims["before_update"]:
         for name, values in ((VERSION, batch.version), (NEWEST_VERSION, batch.newest_version)):
             full = torch.full((len(ids),), now)

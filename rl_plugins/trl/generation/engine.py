@@ -179,14 +179,16 @@ class TrlEngine:
                 config.top_k = config.top_p = config.min_p = None
             else:
                 watch.cuts = cuts_of(config, model.generation_config)
-            watch.start = kwargs["input_ids"].size(1)
+            ids = kwargs["input_ids"]
+            watch.start = ids.size(1)
+            stop = SamplingStop(watch, race, t.eos_token_ids, ids.device)
             with self.meter.busy():
                 out = self.contexts.generate(
                     host,
                     model,
                     config,
                     logits_processor=LogitsProcessorList([watch]),
-                    stopping_criteria=StoppingCriteriaList([SamplingStop(watch, race, t.eos_token_ids)]),
+                    stopping_criteria=StoppingCriteriaList([stop]),
                     **kwargs,
                 )
             watch.finish(out)

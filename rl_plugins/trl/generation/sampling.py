@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,7 +49,8 @@ class SamplingRace:
 
 class SamplingWatch(LogitsProcessor):  # type: ignore[misc]
     """Sees the logits of every token: log-probs of the tokens that were chosen, under the distribution they were drawn
-    from, and the most likely ones of the whole one. `cuts` is what `generate` cuts from it afterwards."""
+    from, and the most likely ones of the whole one. `cuts` is what `generate` cuts from it afterwards. All of it stays
+    on the model's device until the end: a read per token would make the device wait for each."""
 
     def __init__(self, options: SamplingOptions, limits: Tensor, tokenizer: Any) -> None:
         self.options, self.limits, self.tokenizer = options, limits, tokenizer
@@ -68,17 +69,18 @@ class SamplingWatch(LogitsProcessor):  # type: ignore[misc]
         if self.options.top:
             plain = torch.log_softmax(logits, dim=-1)
             values, tokens = plain.topk(min(self.options.top, plain.size(-1)), dim=-1)
-            self._top.append((values.cpu(), tokens.cpu()))
+            self._top.append((values, tokens))
         return scores
 
     def finish(self, output: Tensor) -> None:
         self._take(output)
+        self.length = self.length.cpu()
         self._table = [torch.stack(list(x), 1).tolist() for x in (self._logprobs, *zip(*self._top, strict=True))]
 
     def _take(self, input_ids: Tensor) -> None:
         """The log-prob of the token that was chosen from the last logits."""
         if self._last is not None:
-            self._logprobs.append(self._last.gather(1, input_ids[:, -1:]).squeeze(1).cpu())
+            self._logprobs.append(self._last.gather(1, input_ids[:, -1:]).squeeze(1))
             self._last = None
 
     @property
@@ -119,11 +121,13 @@ def cuts_of(config: Any, of_model: Any) -> LogitsProcessorList:
 
 class SamplingStop(StoppingCriteria):  # type: ignore[misc]
     """Every row has its own limit of tokens, and stops after a stop text; in a race all stop when enough groups are
-    complete."""
+    complete. Everything is decided on `device`, that of the tokens; a stop text has to be read on the host."""
 
-    def __init__(self, watch: SamplingWatch, race: SamplingRace | None, eos: Sequence[int]) -> None:
-        self.watch, self.race, self.eos = watch, race, torch.tensor(list(eos))
-        self.done = torch.zeros(len(watch.limits), dtype=torch.bool)
+    def __init__(self, watch: SamplingWatch, race: SamplingRace | None, eos: Sequence[int], device: Any) -> None:
+        watch.limits, watch.length = watch.limits.to(device), watch.length.to(device)
+        self.watch, self.eos = watch, torch.tensor(list(eos), device=device)
+        self.race = race and replace(race, group=race.group.to(device), missing=race.missing.to(device))
+        self.done = torch.zeros_like(watch.limits, dtype=torch.bool)
         self.ended = self.done.clone()
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -132,18 +136,15 @@ class SamplingStop(StoppingCriteria):  # type: ignore[misc]
         now = made >= w.limits
         if w.options.stop:
             texts = w.tokenizer.batch_decode(input_ids[:, w.start :][:, -window(w.options.stop) :])
-            now |= torch.tensor([any(s in text for s in w.options.stop) for text in texts])
+            now |= torch.tensor([any(s in text for s in w.options.stop) for text in texts]).to(now.device)
         if self.race is not None:
             race = self.race
-            self.ended |= now | torch.isin(input_ids[:, -1].cpu(), self.eos)
+            self.ended |= now | torch.isin(input_ids[:, -1], self.eos)
             complete = torch.zeros_like(race.missing).index_add(0, race.group, self.ended.long()) >= race.missing
-            now |= complete[race.group]
-            if int(complete.sum()) >= race.enough:
-                now = torch.ones_like(now)
-        first = now & ~self.done
-        w.length[first] = made
+            now |= complete[race.group] | (complete.sum() >= race.enough)
+        w.length = torch.where(now & ~self.done, made, w.length)
         self.done |= now
-        return self.done.to(input_ids.device)
+        return self.done
 
 
 def window(stop: Sequence[str]) -> int:

@@ -142,7 +142,7 @@ def _rows_of(trainer: Trainer, window: Sequence[HostBatch]) -> Rows:
 
     def summed(of: Callable[[HostBatch], Tensor | None]) -> Tensor | None:
         values = [(m, v) for m, b in zip(masks, window, strict=True) if (v := of(b)) is not None]
-        return torch.cat([torch.where(m > 0, v, 0.0).double().sum(1).cpu() for m, v in values]) if values else None
+        return torch.cat([update.row_sums(v, m) for m, v in values]) if values else None
 
     names = [k for k in window[0] if k.startswith(ROW_COLUMN)]
     return Rows(
@@ -151,7 +151,7 @@ def _rows_of(trainer: Trainer, window: Sequence[HostBatch]) -> Rows:
         logprobs=summed(current),
         old_logprobs=summed(lambda b: b.get("old_per_token_logps")),
         rollout_logprobs=summed(lambda b: b.get("rlp_rollout_logprobs")),
-        columns={k.removeprefix(ROW_COLUMN): torch.cat([b[k].double().cpu() for b in window]) for k in names},
+        columns={k.removeprefix(ROW_COLUMN): torch.cat([b[k].cpu().double() for b in window]) for k in names},
         version=torch.cat([b[VERSION].cpu() for b in window]),
         newest_version=torch.cat([b[NEWEST_VERSION].cpu() for b in window]),
         **_published(trainer, window[0]),
