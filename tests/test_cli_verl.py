@@ -27,7 +27,7 @@ from rl_plugins.cards.usage import hydra, usage_of
 from rl_plugins.commands.cli import app
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import HOOKS, Bundle
-from rl_plugins.runtime import registry, report
+from rl_plugins.runtime import registry, report, tested
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.verl import capabilities, compat, doctor, start
 from rl_plugins.verl.config import Settings, compose, read_settings
@@ -115,7 +115,7 @@ def test_it_imports_neither_verl_nor_ray():
 
 def test_versions_are_those_the_adapter_refuses_by():
     low, high = (".".join(map(str, v)) for v in compat.TESTED)
-    assert report.TESTED["verl"][0] == low and high.startswith(report.TESTED["verl"][1])
+    assert tested.bounds("verl")[0] == low and high.startswith(tested.bounds("verl")[1])
 
 
 def test_a_missing_or_untested_verl(monkeypatch):

@@ -120,10 +120,12 @@ def _print_installation() -> Iterator[str]:
             f"one, e.g. pip install 'rl-plugins[trl]'."
         )
     if "trl" in usable:
-        from rl_plugins.trl.compat import moved_symbols
+        from rl_plugins.trl.compat import closed_parts, moved_symbols
 
         moved = moved_symbols()
         print(f"  what the adapter uses of TRL: {'as expected' if not moved else '; '.join(moved)}")
+        for part, why in closed_parts().items():
+            print(f"  not with this installation, {part}: {why}")
         if moved:
             yield f"TRL moved what rl-plugins builds on: {'; '.join(moved)}."
 

@@ -19,6 +19,7 @@ class Pinned:
         parameters: the first ones, as in the version the adapter was tested with; None if it is not called.
         why: what it is used for.
         optional: an upstream seam, which the released host does not have.
+        part: what of the adapter is closed where the name is missing; empty: all of it.
     """
 
     owner: str
@@ -26,6 +27,7 @@ class Pinned:
     parameters: tuple[str, ...] | None
     why: str
     optional: bool = False
+    part: str = ""
 
     def moved(self, owner: Any = None) -> str:
         """What became of it, in `owner` or in the one that is named; empty if it is as expected."""
@@ -34,8 +36,10 @@ class Pinned:
             try:
                 owner = importlib.import_module(module)
                 owner = getattr(owner, cls) if cls else owner
-            except (ImportError, AttributeError):
-                return f"{self.owner} is gone"
+            except (ImportError, AttributeError) as e:
+                other = getattr(e, "name", None) or module  # a package beside the host that is not installed
+                root = module.partition(".")[0]
+                return f"{self.owner} is gone" if other.partition(".")[0] == root else f"{module} needs {other}"
         title = getattr(owner, "__name__", self.owner)
         found = getattr(owner, self.name, None)
         if not hasattr(owner, self.name):
@@ -44,8 +48,13 @@ class Pinned:
             return "" if self.optional or self.name in names else f"{title}.{self.name} is gone"
         if self.parameters is None or not callable(found):
             return "" if self.parameters is None else f"{title}.{self.name} is no function"
-        given = [p for p in inspect.signature(found).parameters if p not in ("self", "cls")]
-        if tuple(given[: len(self.parameters)]) == self.parameters:
+        declared = [p for p in inspect.signature(found).parameters.values() if p.name not in ("self", "cls")]
+        given = [p.name for p in declared]
+        any_ = next(
+            (i for i, p in enumerate(declared) if p.kind is p.VAR_POSITIONAL), len(self.parameters)
+        )  # takes all
+        expected = self.parameters[:any_]
+        if tuple(given[: len(expected)]) == expected:
             return ""
         return f"{title}.{self.name}({', '.join(given)}) used to be ({', '.join(self.parameters)})"
 

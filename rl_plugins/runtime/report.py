@@ -13,28 +13,9 @@ from rl_plugins.core.rollouts import Plan
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.rounds import in_rounds
 from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.tested import ALLOW_VARIABLE, bounds, inside, number, ran, wanted
 
-# First version that may be installed and first that may not (None: no bound), as in pyproject.toml where it names the
-# package.
-TESTED: dict[str, tuple[str, str | None]] = {
-    "torch": ("2.6", None),
-    "transformers": ("5.10", "5.11"),
-    "trl": ("1.14", "1.17"),
-    "peft": ("0.18", None),
-    "verl": ("0.9.1", "0.10"),
-    "TransferQueue": ("0.1.10", None),
-    "vllm": ("0.22", "0.32"),
-}
-# The version that the tests run with: that of constraints.txt.
-RAN = {
-    "torch": "2.13.0",
-    "transformers": "5.10.4",
-    "trl": "1.16.0",
-    "peft": "0.21.2",
-    "verl": "0.9.1",
-    "TransferQueue": "0.1.11",
-}
-VARIABLES = (registry.VETO_VARIABLE, "RL_PLUGINS_ALLOW_UNTESTED", "RL_PLUGINS_DEBUG")
+VARIABLES = (registry.VETO_VARIABLE, ALLOW_VARIABLE, "RL_PLUGINS_DEBUG")
 
 
 def print_versions(names: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -59,21 +40,20 @@ def print_environment(variables: Sequence[str]) -> None:
 
 
 def package_state(name: str) -> tuple[str, str]:
-    """Installed version, and what that means: nothing for a package that is in no tested range."""
-    low, high = TESTED.get(name, ("0", None))
-    wanted = f">={low}" + (f",<{high}" if high else "")
+    """Installed version, and what that means: nothing for a package of which no version is asked for."""
     for distribution in (name, f"{name}-cpu"):  # vLLM for the CPU has a name of its own
         try:
             version = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             continue
-        inside = _number(version) >= _number(low) and (high is None or _number(version) < _number(high))
-        if name not in TESTED:
+        if bounds(name) == ("0", None):
             return version, ""
-        if not inside:
-            return version, f"untested (tested: {wanted})"
-        ran = RAN.get(name, version)
-        return version, "ok" if _number(version)[:2] == _number(ran)[:2] else f"ok, but the tests ran with {ran}"
+        if not inside(name, version):
+            return version, f"untested (tested: {wanted(name)})"
+        passed = ran(name)
+        if not passed or number(version)[:2] in {number(v)[:2] for v in passed}:
+            return version, "ok"
+        return version, f"ok, but the tests ran with {', '.join(passed)}"
     return "-", "missing"
 
 
@@ -81,20 +61,10 @@ def without_tests(names: Sequence[str]) -> list[str]:
     """Packages installed in a version that the tests did not run with: "transformers 5.23.0 (tests: 5.10.4)"."""
     states = {name: package_state(name) for name in names}
     return [
-        f"{name} {version} (tests: {RAN.get(name, TESTED[name][0])})"
+        f"{name} {version} (tests: {', '.join(ran(name)) or wanted(name)})"
         for name, (version, state) in states.items()
         if state not in ("", "ok", "missing")
     ]
-
-
-def _number(version: str) -> tuple[int, ...]:
-    """Release number of a version: (2, 13, 0) of "2.13.0+cpu"."""
-    out = []
-    for part in version.split("+")[0].split("."):
-        if not part.isdigit():
-            break
-        out.append(int(part))
-    return tuple(out)
 
 
 def print_problems(problems: Sequence[str], packages: Sequence[str]) -> int:
@@ -109,7 +79,7 @@ def print_problems(problems: Sequence[str], packages: Sequence[str]) -> int:
     """
     untested = without_tests(packages)
     if untested:
-        wanted = " ".join(f"'{name}=={RAN[name]}'" for text in untested if (name := text.split()[0]) in RAN)
+        wanted = " ".join(f"'{name}=={ran(name)[-1]}'" for text in untested if ran(name := text.split()[0]))
         print(
             f"\nNot tested in this version: {', '.join(untested)}. The tested set is in constraints.txt of the "
             f"repository{f'; here: pip install {wanted}' if wanted else ''}."

@@ -5,9 +5,9 @@ from rl_plugins.trl import GRPOConfig, GRPOTrainer   # the only change in a scri
 
 from __future__ import annotations
 
-from rl_plugins.trl.compat import check_trl_version
+from rl_plugins.trl.compat import check_versions
 
-check_trl_version()
+check_versions()
 
 from rl_plugins.trl.config import GRPOConfig  # noqa: E402
 from rl_plugins.trl.trainer import GRPOTrainer, MethodsMixin  # noqa: E402

@@ -25,7 +25,7 @@ from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.preflight import NO_TURN_LIMITS, HostCapabilities, no_redundancy, preflight
 from rl_plugins.runtime.rounds import in_rounds
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.trl.compat import Seams, trl_version
+from rl_plugins.trl.compat import HEAD, Seams, missing, trl_version
 from rl_plugins.trl.config import GRPOConfig
 from rl_plugins.trl.host import Trainer, has_numbers
 from rl_plugins.trl.hosts import Loss, unknown_loss
@@ -597,6 +597,10 @@ def _nothing_to_correct(stack: MethodStack, known: KnownRun) -> str:
     )
 
 
+def _no_head(stack: MethodStack, known: KnownRun) -> str:
+    return missing(HEAD)
+
+
 SIGNAL_RULES: tuple[tuple[str, Rule], ...] = (
     ("whole_groups", _groups_are_split),
     ("engine", _vllm_reports_at_a_temperature),
@@ -612,6 +616,8 @@ SIGNAL_RULES: tuple[tuple[str, Rule], ...] = (
     ("several_rewards", _one_reward),
     ("several_updates", _one_update),
     ("off_policy", _nothing_to_correct),
+    ("sum_squared_probs", _no_head),
+    ("current_entropies", _no_head),
 )
 
 

@@ -1,4 +1,5 @@
-"""Which TRL this adapter is tested with, which of its names it relies on, and which upstream seams exist.
+"""What this adapter relies on in TRL and transformers, which parts of it older releases do not serve, and which seams
+exist. The range of versions is that of pyproject.toml.
 
 The seams are the small patches in `patches/trl/`. Where the installed TRL has one, the adapter uses it.
 """
@@ -6,15 +7,21 @@ The seams are the small patches in `patches/trl/`. Where the installed TRL has o
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime.host_names import Pinned
+from rl_plugins.runtime.tested import ALLOW_VARIABLE, bounds, inside, number, wanted
 
-TESTED = ((1, 16), (1, 17))  # first tested version, first untested one
-ALLOW_VARIABLE = "RL_PLUGINS_ALLOW_UNTESTED"
+_log = logging.getLogger(__name__)
+
+HEAD, ASYNCHRONOUS, OTR = "fused head", "asynchronous trainer", "loss otr"
+PARTS = {HEAD: "1.15", ASYNCHRONOUS: "1.16", OTR: "1.16"}
+"""Parts of the adapter that build on names which came with this TRL. Below it they are refused, the rest runs."""
 
 _TRAINER = "trl.trainer.grpo_trainer:GRPOTrainer"
 _ASYNC = "trl.experimental.async_grpo"
@@ -88,40 +95,89 @@ PINNED = (
         ("output_dir",),
         "overridden: the last file of a checkpoint but for the one that says it is whole; the state is written then",
     ),
-    Pinned(ASYNC_TRAINER, "get_train_dataloader", (), "overridden: the driver stands before TRL's batcher in it"),
-    Pinned(ASYNC_TRAINER, "rollout_queue", None, "changed while the dataloader is made: its samples are seen whole"),
-    Pinned(ASYNC_TRAINER, "get_batch_samples", ("epoch_iterator", "num_batches", "device"), "overridden: one step"),
-    Pinned(ASYNC_TRAINER, "compute_loss", ("model", "inputs"), "overridden: the surrogate in it"),
-    Pinned(ASYNC_TRAINER, "model_version", None, "read: the number of the newest published weights"),
+    Pinned(
+        ASYNC_TRAINER,
+        "get_train_dataloader",
+        (),
+        "overridden: the driver stands before TRL's batcher in it",
+        part=ASYNCHRONOUS,
+    ),
+    Pinned(
+        ASYNC_TRAINER,
+        "rollout_queue",
+        None,
+        "changed while the dataloader is made: its samples are seen whole",
+        part=ASYNCHRONOUS,
+    ),
+    Pinned(
+        ASYNC_TRAINER,
+        "get_batch_samples",
+        ("epoch_iterator", "num_batches", "device"),
+        "overridden: one step",
+        part=ASYNCHRONOUS,
+    ),
+    Pinned(ASYNC_TRAINER, "compute_loss", ("model", "inputs"), "overridden: the surrogate in it", part=ASYNCHRONOUS),
+    Pinned(ASYNC_TRAINER, "model_version", None, "read: the number of the newest published weights", part=ASYNCHRONOUS),
     Pinned(
         f"{_ASYNC}.async_grpo_trainer:FixedCountBatcher",
         "__init__",
         ("dataset", "num_processes", "microbatch_size"),
         "called with the driver as its dataset",
+        part=ASYNCHRONOUS,
     ),
-    Pinned(f"{_ASYNC}.async_grpo_trainer:DataCollatorForRollout", "torch_call", ("examples",), "overridden: columns"),
-    Pinned(f"{_ASYNC}.packing", "_flash_attn", (), "replaced on a CPU"),
-    Pinned(f"{_ASYNC}.async_rollout_worker:AsyncRolloutWorker", "_loop_kwargs", None, "read: the first prompt"),
-    Pinned(f"{_ASYNC}.async_rollout_worker", "_AsyncRolloutLoop", None, "its way to score a group, for our worker"),
+    Pinned(
+        f"{_ASYNC}.async_grpo_trainer:DataCollatorForRollout",
+        "torch_call",
+        ("examples",),
+        "overridden: columns",
+        part=ASYNCHRONOUS,
+    ),
+    Pinned(f"{_ASYNC}.packing", "_flash_attn", (), "replaced on a CPU", part=ASYNCHRONOUS),
+    Pinned(
+        f"{_ASYNC}.async_rollout_worker:AsyncRolloutWorker",
+        "_loop_kwargs",
+        None,
+        "read: the first prompt",
+        part=ASYNCHRONOUS,
+    ),
+    Pinned(
+        f"{_ASYNC}.async_rollout_worker",
+        "_AsyncRolloutLoop",
+        None,
+        "its way to score a group, for our worker",
+        part=ASYNCHRONOUS,
+    ),
     Pinned(
         f"{_ASYNC}.async_rollout_worker:_AsyncRolloutLoop",
         "_score_group",
         ("group",),
         "called: rewards and advantages of our worker's groups are TRL's own",
+        part=ASYNCHRONOUS,
     ),
     Pinned(
-        f"{_ASYNC}.async_rollout_worker:_AsyncRolloutLoop", "_env_reward_types", None, "given to that: no environments"
+        f"{_ASYNC}.async_rollout_worker:_AsyncRolloutLoop",
+        "_env_reward_types",
+        None,
+        "given to that: no environments",
+        part=ASYNCHRONOUS,
     ),
     Pinned(
-        f"{_ASYNC}.async_rollout_worker:_AsyncRolloutLoop", "_provides_rollout_reward", None, "given to that: False"
+        f"{_ASYNC}.async_rollout_worker:_AsyncRolloutLoop",
+        "_provides_rollout_reward",
+        None,
+        "given to that: False",
+        part=ASYNCHRONOUS,
     ),
     Pinned(
         "trl.trainer.utils",
         "_ChunkedLogProbFunction",
         None,
         "replaced while the loss of `otr` is computed: the fused head gives its loss instead of log-probs",
+        part=OTR,
     ),
-    Pinned("trl.trainer.utils", "_use_triton", ("device",), "replaced with it: the head hands over targets alone"),
+    Pinned(
+        "trl.trainer.utils", "_use_triton", ("device",), "replaced with it: the head hands over targets alone", part=OTR
+    ),
     Pinned(
         _SFT, "get_batch_samples", ("epoch_iterator", "num_batches", "device"), "overridden: counts sequences for `otr`"
     ),
@@ -134,6 +190,17 @@ PINNED = (
         "called: whether keys and values of a model can be kept",
     ),
     Pinned(
+        "trl.trainer.grpo_trainer",
+        "add_fused_lm_head",
+        ("model", "temperature"),
+        "replaced while a trainer is made: the head gives more, or there is none. It came with entropies that have a "
+        "gradient",
+        part=HEAD,
+    ),
+    Pinned(_TRAINER, "eos_token_ids", None, "read: tokens that end a completion"),
+    Pinned("trl.trainer.utils", "is_async_callable", ("func",), "called: which reward functions are awaited"),
+    Pinned("transformers", "TopHLogitsWarper", None, "the sampler of methods that ask for top-h"),
+    Pinned(
         "argparse:ArgumentParser", "_option_string_actions", None, "read: options of TRL's and accelerate's parsers"
     ),
 )
@@ -143,31 +210,81 @@ def trl_version() -> str:
     return importlib.metadata.version("trl")
 
 
-def check_trl_version() -> None:
-    """Raises ConfigError if TRL is missing or of a version this adapter was not tested with."""
-    low, high = (".".join(map(str, v)) for v in TESTED)
+def untested_allowed() -> bool:
+    return bool(os.environ.get(ALLOW_VARIABLE))
+
+
+def check_versions() -> None:
+    """Raises ConfigError if TRL is missing, or if TRL or transformers is of a version that is not in the range."""
     try:
-        version = trl_version()
+        versions = {name: importlib.metadata.version(name) for name in ("trl", "transformers")}
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
-            f'TRL is not installed. Install it with: pip install "rl-plugins[trl]" (TRL >={low},<{high}).'
+            f'TRL is not installed. Install it with: pip install "rl-plugins[trl]" (TRL {wanted("trl")}).'
         ) from None
-    number = tuple(int(x) for x in version.split(".")[:2])
-    if not TESTED[0] <= number < TESTED[1] and not os.environ.get(ALLOW_VARIABLE):
-        raise ConfigError(
-            f"TRL {version} is installed; this version of rl-plugins is tested with TRL >={low},<{high}. Install one "
-            f"of those (pip install 'trl>={low},<{high}'), or set {ALLOW_VARIABLE}=1 to try."
+    for name, version in versions.items():
+        if not inside(name, version):
+            _refuse(
+                f"{name} {version} is installed; this version of rl-plugins is tested with {name} {wanted(name)}. "
+                f"Install one of those (pip install '{name}{wanted(name)}')"
+            )
+
+
+def check_names(trainer_class: type, owner: str = _TRAINER) -> None:
+    """Raises ConfigError if a trainer of TRL is not what this adapter builds on.
+
+    Args:
+        owner: the trainer of TRL that it is, as `Pinned.owner`.
+    """
+    moved = _moved((p for p in PINNED if p.owner == owner), trainer_class)
+    if moved:
+        _refuse(
+            f"{trainer_class.__name__} of TRL {trl_version()} is not what rl-plugins builds on: {'; '.join(moved)}. "
+            f"Install TRL {wanted('trl')}, or update rl-plugins"
         )
 
 
-def moved_symbols(trainer_class: type | None = None, owner: str = _TRAINER) -> list[str]:
-    """What of the pinned names is gone or takes other parameters; empty if this host is as expected.
+def _refuse(problem: str) -> None:
+    if not untested_allowed():
+        raise ConfigError(f"{problem}, or set {ALLOW_VARIABLE}=1 to try.")
+    _log.warning("%s. %s=1 is set, so the run goes on.", problem, ALLOW_VARIABLE)
 
-    Args:
-        trainer_class: the trainer that is extended; None: TRL's own, and everything else that is used.
-        owner: the trainer of TRL that it is, as `Pinned.owner`.
-    """
-    names = [p for p in PINNED if trainer_class is None or p.owner == owner]
+
+def moved_symbols() -> list[str]:
+    """What of the pinned names is gone or takes other parameters; empty if this host is as expected. What only a part
+    of the adapter builds on is in `closed_parts`."""
+    return _moved(p for p in PINNED if not p.part)
+
+
+def closed_parts() -> dict[str, str]:
+    """Parts of the adapter that the installed TRL does not serve, with the reason."""
+    return {part: why for part in PARTS if (why := missing(part))}
+
+
+def missing(part: str) -> str:
+    """Why a part of `PARTS` cannot run with the installed TRL, with what to do; empty if it can."""
+    moved = _moved(p for p in PINNED if p.part == part)
+    if not moved:
+        return ""
+    version, first = trl_version(), PARTS[part]
+    lacking = [text.rpartition(" ")[2] for text in moved if " needs " in text]
+    if lacking and number(version) >= number(first):
+        return f"{moved[0]}, which is not installed. Install it (pip install {lacking[0]})."
+    high = bounds("trl")[1]
+    return (
+        f"it needs TRL >={first},<{high}, and TRL {version} is installed ({moved[0]}). Install one of those (pip "
+        f"install 'trl>={first},<{high}')."
+    )
+
+
+def check_part(part: str) -> None:
+    """Raises ConfigError if a part of the adapter cannot run. No variable opens it: what it builds on is not there."""
+    why = missing(part)
+    if why:
+        raise ConfigError(f"The {part} of rl-plugins cannot run: {why}")
+
+
+def _moved(names: Iterable[Pinned], trainer_class: type | None = None) -> list[str]:
     return [text for p in names if (text := p.moved(trainer_class))]
 
 

@@ -25,7 +25,7 @@ from rl_plugins.tools.heads import positions_by_mask
 from rl_plugins.trl import capabilities, hosts, logs
 from rl_plugins.trl.changes import arguments_of, changed, more_head_outputs
 from rl_plugins.trl.checkpoint import MethodsCallback
-from rl_plugins.trl.compat import Seams, moved_symbols, trl_version
+from rl_plugins.trl.compat import Seams, check_names
 from rl_plugins.trl.generation import batches, costs
 from rl_plugins.trl.generation.columns import columns_wanted
 from rl_plugins.trl.generation.engine import TrlEngine
@@ -125,12 +125,7 @@ class MethodsMixin(StatefulMixin):
             return contextlib.nullcontext()
         assert config is not None
         host = next(c for c in type(self).__mro__ if c.__module__.startswith("trl."))
-        moved = moved_symbols(host)
-        if moved:
-            raise ConfigError(
-                f"{host.__name__} of TRL {trl_version()} is not what rl-plugins builds on: {'; '.join(moved)}. Install "
-                f"TRL 1.16, or update rl-plugins."
-            )
+        check_names(host)
         self.host_loss = hosts.loss_of(type(self), config, MethodsMixin)
         self.seams = Seams(False, False) if self.host_loss.own else Seams.of(host)
         dataset = given.get("train_dataset")

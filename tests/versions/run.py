@@ -12,7 +12,7 @@ An environment of environments.toml has these keys:
     resolution  which version of a package is taken: "highest" or "lowest-direct"
     tools       what the tests need
     tests       arguments of pytest
-    last        arguments of pytest, after the markers (optional)
+    variables   of the environment of the tests (optional)
 The registry and other settings are those of uv: UV_INDEX, UV_FIND_LINKS, UV_TORCH_BACKEND. What passed is noted in
 rl_plugins/runtime/tested/NAME.json: the doctor reads it, and `make docs` makes the table in README of it.
 """
@@ -56,7 +56,9 @@ def environments() -> dict[str, dict[str, Any]]:
     """The environments by name, with the defaults filled in."""
     read = tomllib.loads((HERE / "environments.toml").read_text(encoding="utf-8"))
     defaults = read.pop("defaults")
-    return {name: {"requires": [], "resolution": "highest", "last": [], **defaults, **e} for name, e in read.items()}
+    return {
+        name: {"requires": [], "resolution": "highest", "variables": {}, **defaults, **e} for name, e in read.items()
+    }
 
 
 def uv(*arguments: str | Path, given: str | None = None) -> None:
@@ -101,13 +103,13 @@ def build(name: str, wanted: dict[str, Any]) -> Path:
     return folder
 
 
-def run(folder: Path, arguments: list[str], result: Path | None = None) -> int:
+def run(folder: Path, wanted: dict[str, Any], arguments: list[str], result: Path | None = None) -> int:
     """Runs pytest in an environment; returns its exit status."""
     command: list[str | Path] = [folder / "bin" / "python", "-m", "pytest", "-q", "-m", OTHER_TIERS, *arguments]
     if result is not None:
         command.append(f"--junitxml={result}")
     alone = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **alone}).returncode
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **alone, **wanted["variables"]}).returncode
 
 
 def outcome(result: Path) -> dict[str, Any]:
@@ -165,10 +167,10 @@ def main() -> int:
             continue
         folder = build(name, known[name])
         if after:
-            failed |= run(folder, after.split()) != 0
+            failed |= run(folder, known[name], after.split()) != 0
             continue
         result = BUILT / f"{name}.xml"
-        run(folder, [*known[name]["tests"], *known[name]["last"]], result)
+        run(folder, known[name], known[name]["tests"], result)
         record = note(name, folder, known[name], result)
         failed |= bool(record["failed"])
         print(f"{name}: {record['passed']} passed, {len(record['failed'])} failed, {len(record['skipped'])} skipped")

@@ -5,8 +5,12 @@ from rl_plugins.trl.asynchronous import AsyncGRPOConfig, AsyncGRPOTrainer   # th
 
 from __future__ import annotations
 
-from rl_plugins.trl.asynchronous.config import AsyncGRPOConfig
-from rl_plugins.trl.asynchronous.trainer import AsyncGRPOTrainer, AsyncMethodsMixin
-from rl_plugins.trl.asynchronous.worker import GenerateWorker
+from rl_plugins.trl.compat import ASYNCHRONOUS, check_part
+
+check_part(ASYNCHRONOUS)
+
+from rl_plugins.trl.asynchronous.config import AsyncGRPOConfig  # noqa: E402
+from rl_plugins.trl.asynchronous.trainer import AsyncGRPOTrainer, AsyncMethodsMixin  # noqa: E402
+from rl_plugins.trl.asynchronous.worker import GenerateWorker  # noqa: E402
 
 __all__ = ["AsyncGRPOConfig", "AsyncGRPOTrainer", "AsyncMethodsMixin", "GenerateWorker"]

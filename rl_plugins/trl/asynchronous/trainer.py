@@ -25,7 +25,7 @@ from rl_plugins.trl.asynchronous.packing import ColumnsCollator
 from rl_plugins.trl.asynchronous.worker import GenerateWorker, RowSample
 from rl_plugins.trl.changes import arguments_of, changed
 from rl_plugins.trl.checkpoint import RunCallback
-from rl_plugins.trl.compat import ASYNC_TRAINER, moved_symbols, trl_version
+from rl_plugins.trl.compat import ASYNC_TRAINER, check_names
 from rl_plugins.trl.host import has_numbers
 from rl_plugins.trl.saved import is_marked
 from rl_plugins.trl.stateful import StatefulMixin
@@ -69,12 +69,7 @@ class AsyncMethodsMixin(StatefulMixin):
         given = capabilities.KnownAsync.of(arguments)
         config = given.args
         self.methods = build_stack(config.methods, config.method_params, config.seed, config.max_unrewarded_batches)
-        moved = moved_symbols(HostTrainer, ASYNC_TRAINER)
-        if moved:
-            raise ConfigError(
-                f"AsyncGRPOTrainer of TRL {trl_version()} is not what rl-plugins builds on: {'; '.join(moved)}. "
-                f"Install TRL 1.16, or update rl-plugins."
-            )
+        check_names(HostTrainer, ASYNC_TRAINER)
         self._method_options = capabilities.check(self.methods, given)
         for name, value in self._method_options.items():
             setattr(config, name, value)

@@ -26,6 +26,7 @@ from rl_plugins.core.params import build_params
 from rl_plugins.tools.supervised.otr import Drawing, Head, OtrParams, TokenLoss, generator, head_loss, sequence_weights
 from rl_plugins.trl.changes import changed
 from rl_plugins.trl.commands.script import SFT, main_of, run_script
+from rl_plugins.trl.compat import OTR, check_part
 
 LOSS = "otr"
 _PARAMS = {f.name: f for f in dataclasses.fields(OtrParams)}
@@ -75,6 +76,7 @@ class SFTConfig(trl.SFTConfig):
                     f"remove `otr_{idle[0]}`."
                 )
             return
+        check_part(OTR)
         build_params(OtrParams, given, LOSS)
         if self.label_smoothing_factor > 0:
             raise ConfigError(

@@ -21,6 +21,7 @@ def masked_capabilities(capabilities: HostCapabilities, stack: MethodStack, args
     if _weight(stack, args) == "equal":
         hooks |= dict.fromkeys(("before_update", "policy_loss", "regularize"), _EQUAL)
     signals = dict(capabilities.missing_signals)
+    signals.pop("current_entropies", None)  # it has entropies of its own, with a gradient
     signals["engine"] = "the decoding keeps no top log-probs. Remove the method."
     signals["sum_squared_probs"] = "log-probs are taken in many states, and this sum is not. Remove the method."
     changed = [
