@@ -3,11 +3,13 @@
 A query has 6 subtasks. For each the main agent decides to do it itself (right with a fixed probability: 0.95 and 0.7 in
 turn in every second query, 0.7 and 0.4 in the others) or to delegate it, 0 to 6 times a rollout. A sub-agent gives one
 of 4 answers or a malformed one; it begins with half of its answers right. The query is done if all subtasks are right:
-then the main agent gets 1, else 0.1, and the sub-agents' rewards follow from that and their format as in the method.
+then the main agent gets 1, else 0.1. The sub-agents' rewards follow from that, their format, and an expert who knows
+whether their answer is right.
 
-Arms: the sub-agent frozen; both trained by M-GRPO with D = 2 and D = 4 rows per rollout (alignment), and without
-alignment; and two ways the method is not: one group per query for all rows (role-blind), and the released code's
-queue, where every 8 sub-agents' rows that arrive make a group, whatever query they are of. Shown are the exact
+Arms: the sub-agent frozen; both trained by M-GRPO as in the paper, with d = 8 and d = 2 rows per rollout, with
+statistics before the alignment, and without alignment; without an expert, so that the format stands for its judgment;
+with the rewards of the code. And two ways the method is not: one group per query for all rows (role-blind), and the
+released code, where every 8 sub-agents' rows that arrive make a group, whatever query they are of. Shown are the exact
 probability that a query is done, its mean over training, the share of delegated subtasks, and what a batch holds of
 the sub-agent: smallest and largest weight (rows times copies) and the most rows of a batch.
 
@@ -31,7 +33,7 @@ from matplotlib.figure import Figure
 from rl_plugins.core.groups import Groups
 from rl_plugins.core.rollouts import Rollouts, Shape, Tokens
 from rl_plugins.lab.compare.figures import name_lines, panels
-from rl_plugins.methods.m_grpo import MGrpo
+from rl_plugins.methods.m_grpo import MGrpo, aligned_advantages
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 
 QUERIES, ROLLOUTS, SUBTASKS, RESPONSES = 8, 8, 6, 5  # the last response is malformed, the first is right
@@ -43,7 +45,8 @@ class RoleBlind(MGrpo):
     """One group per query."""
 
     def advantages(self, rollouts: Rollouts) -> torch.Tensor:
-        return _normalized(rollouts.reward, rollouts.groups)
+        copies = self._copies(rollouts, torch.tensor([a == "main" for a in rollouts.meta["agent"]]))
+        return aligned_advantages(rollouts.reward, copies, rollouts.groups)
 
 
 class Queue(MGrpo):
@@ -54,21 +57,21 @@ class Queue(MGrpo):
         arrival = torch.from_numpy(self.rng("queue").permutation(int((~main).sum())))
         group = rollouts.group.clone()
         group[~main] = 1_000_000 + arrival // 8
-        return _normalized(rollouts.reward, Groups(group))
+        return aligned_advantages(rollouts.reward, torch.ones_like(group), Groups(group), self.params.ddof, 1e-6)
 
 
-def _normalized(reward: torch.Tensor, groups: Groups) -> torch.Tensor:
-    return ((reward - groups.rows(groups.mean(reward))) / (groups.rows(groups.std(reward)) + 1e-6)).nan_to_num(nan=0.0)
-
-
-ALIGNED, FROZEN = "both, aligned to 4", "sub-agent frozen"
+ALIGNED, FROZEN = "both, aligned to 8", "sub-agent frozen"
+EXPERT = {"expert_column": "expert"}
 ARMS = {  # arm -> method
-    FROZEN: lambda: MGrpo(MGrpo.Params(sub_per_rollout=4)),
-    "both, aligned to 2": lambda: MGrpo(MGrpo.Params(sub_per_rollout=2)),
-    ALIGNED: lambda: MGrpo(MGrpo.Params(sub_per_rollout=4)),
-    "both, not aligned": lambda: MGrpo(MGrpo.Params(align=False)),
-    "both, role-blind groups": lambda: RoleBlind(MGrpo.Params(sub_per_rollout=4)),
-    "both, queue of 8": lambda: Queue(MGrpo.Params(sub_per_rollout=4)),
+    FROZEN: lambda: MGrpo(MGrpo.Params(**EXPERT)),
+    ALIGNED: lambda: MGrpo(MGrpo.Params(**EXPERT)),
+    "both, aligned to 2": lambda: MGrpo(MGrpo.Params(**EXPERT, sub_per_rollout=2)),
+    "both, statistics before": lambda: MGrpo(MGrpo.Params(**EXPERT, statistics="before")),
+    "both, not aligned": lambda: MGrpo(MGrpo.Params(**EXPERT, align=False)),
+    "both, no expert": lambda: MGrpo(MGrpo.Params()),
+    "both, rewards of the code": lambda: MGrpo(MGrpo.Params(sub_reward="outcome")),
+    "both, role-blind groups": lambda: RoleBlind(MGrpo.Params(**EXPERT)),
+    "both, code: queue of 8": lambda: Queue(MGrpo.Params(sub_reward="outcome", align=False, ddof=1, std_eps=1e-6)),
 }
 
 
@@ -77,10 +80,10 @@ def watched(method: MGrpo, sizes: list[tuple[float, int]]) -> MGrpo:
     shape = method.shape
 
     def noted(rollouts: Rollouts, tokens: Tokens) -> Shape:
-        shaped = shape(rollouts, tokens.replace(advantages=torch.ones_like(tokens.advantages)))
         sub = torch.tensor([a != "main" for a in rollouts.meta["agent"]])
-        sizes.append((float(shaped.advantages[sub[tokens.row]].sum()), int((shaped.keep_rows & sub).sum())))
-        return shaped.replace(advantages=shaped.advantages * tokens.advantages)
+        copies = method._copies(rollouts, ~sub)[sub]
+        sizes.append((float(copies.sum()), int((copies > 0).sum())))
+        return shape(rollouts, tokens)
 
     method.shape = noted
     return method
@@ -120,7 +123,10 @@ def train(arm: str, seed: int) -> dict[str, list[float]]:
             rollout=torch.from_numpy(np.concatenate([number, number[parent]])),
             index=torch.from_numpy(np.concatenate([np.zeros_like(query), 1 + subtask])),
             lengths=[1] * len(group),
-            meta={"agent": ["main"] * len(query) + ["sub"] * len(parent)},
+            meta={
+                "agent": ["main"] * len(query) + ["sub"] * len(parent),
+                "expert": [None] * len(query) + (response == 0).astype(float).tolist(),
+            },
         )
         decision = one_step(stack, rollouts)
         decided = torch.distributions.Bernoulli(logits=delegate[query]).log_prob(torch.from_numpy(calls).double())
@@ -147,7 +153,7 @@ def records(r: Any) -> Iterator[dict[str, Any]]:
     )
     yield record(
         "m_grpo",
-        "queries done, simulated, aligned to 4",
+        "queries done, simulated, aligned to 8",
         "higher",
         r[ALIGNED]["done"],
         r["both, not aligned"]["done"],
@@ -162,7 +168,7 @@ def main() -> None:
     start = time.time()
     runs = {arm: [train(arm, seed) for seed in range(args.seeds)] for arm in ARMS}
     table = {}
-    print(f"{'arm':26}{'done %':>14}{'mean %':>14}{'delegated %':>14}{'- aligned to 4':>17}{'weight':>12}{'rows':>6}")
+    print(f"{'arm':26}{'done %':>14}{'mean %':>14}{'delegated %':>14}{'- aligned to 8':>17}{'weight':>12}{'rows':>6}")
     for arm, found in runs.items():
         cells = {
             "done": summary([f["done"][-1] for f in found]),

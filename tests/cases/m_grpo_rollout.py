@@ -17,6 +17,7 @@ CASE = Case(
         {
             "parse": [lambda text: [text, text] if "call" in text else []],
             "contract": [lambda: Contract("result", {"type": "string", "maxLength": 2})],
+            "expert": [lambda task, result: len(result) / 100],
             "guard_facts": ["answer"],
             "guard_verifier": [lambda fields: "red"],
             "guard_splitter": [lambda message: []],
