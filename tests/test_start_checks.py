@@ -143,6 +143,8 @@ def test_defaults_fit_a_run_of_usual_size():
         ("april", {"over_sampling": 1.0}, rows(1)),
         ("april", {"over_sampling": 1.5}, {**rows(1), "host": "verl"}),
         ("v0", {}, {"buffered": True, **rows(1)}),
+        ("fission_grpo", {}, {"buffered": True, **rows(2)}),
+        ("fission_grpo", {}, {"batch_rows": None}),
     ],
 )
 def test_a_part_that_is_off_rules_nothing_out(name, params, facts):

@@ -70,7 +70,7 @@ def refuse_no_group(run: Run, given: str, share: float, use: str, size: int | No
         size: rollouts of such a group; None: as many as the run has of a prompt.
     """
     size = size or run.group_size
-    if run.batch_prompts is None or run.batch_rows is None or share == 0:
+    if run.batch_rows is None or run.buffered or share == 0:
         return
     rows = int(share * run.batch_rows + 1e-6)
     if rows < size:
