@@ -13,6 +13,18 @@ import torch
 from waiting import NEVER
 
 SCRIPT = Path(__file__).parent / "ranks_script.py"
+FSDP2 = {  # options of `accelerate launch`, as users write them
+    "use_fsdp": "",
+    "fsdp_version": "2",
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer",
+    "fsdp_reshard_after_forward": "true",
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    "fsdp_cpu_ram_efficient_loading": "false",
+    "num_machines": "1",
+    "mixed_precision": "no",
+    "dynamo_backend": "no",
+}
 
 _ROWS: dict[str, Any] = dict(loss_type="grpo", beta=0.04)
 _ADAM: dict[str, Any] = dict(optim="adamw_torch", adam_epsilon=1e-3, learning_rate=1e-3)
@@ -25,7 +37,8 @@ _REAL: dict[str, Any] = dict(real=True, max_completion_length=130, top_k=1)  # T
 
 # Hooks of the driver with a surrogate; rows that leave, on one rank only; a loss of whole groups with micro-batches and
 # a factor on a schedule; every row leaves, so nothing may move; no step at all; a program that generates, with a
-# corridor for the entropy of its turns, evaluated by TRL's own generation; a program that evaluates.
+# corridor for the entropy of its turns, evaluated by TRL's own generation; a program that evaluates; LoRA with layers
+# that are computed again in the backward pass.
 SHARDED: list[Any] = [
     ["surrogate", ["vade", "minpro"], {**_SAVED, **_ADAM, "num_iterations": 2}],
     ["rows leave", ["over"], {**_SAVED, **_ADAM, **_ROWS, "method_params": {"over": {"first": False}}}],
@@ -47,6 +60,7 @@ SHARDED: list[Any] = [
         {**_SAVED, **_ROWS, **_REAL, "learning_rate": 0.05, "method_params": CORRIDOR},
     ],
     ["evaluated", ["evaluated"], dict(max_steps=2, learning_rate=0.05, evaluate=2)],
+    ["lora", ["vade", "minpro"], {**_SAVED, **_ADAM, "num_iterations": 2, "lora": True, "gradient_checkpointing": True}],
 ]
 # What is sampled depends on the ranks, so only the resumed run can be compared: groups wait while a checkpoint is made.
 QUEUE: list[Any] = [
@@ -60,7 +74,10 @@ def launch(tmp_path, cases, ranks, *flags, **environment):
     out = tmp_path / f"out{ranks}{''.join(flags)}.pt"
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     command = [sys.executable, str(SCRIPT), str(out), str(tmp_path / "cases.json"), *flags]
-    if ranks > 1:
+    if "fsdp2" in flags:
+        options = [text for name, value in FSDP2.items() for text in (f"--{name}", value) if text]
+        command[1:1] = ["-m", "accelerate.commands.launch", *options, f"--num_processes={ranks}"]
+    elif ranks > 1:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
     done = subprocess.run(command, capture_output=True, text=True, timeout=NEVER, env=variables)

@@ -1,9 +1,10 @@
-"""Runs cases in one process or under torchrun and saves what came out: `ranks_script.py OUT CASES [MODE]`.
+"""Runs cases in one process, under torchrun or `accelerate launch`, and saves what came out:
+`ranks_script.py OUT CASES [MODE]`.
 
-MODE shards the training through accelerate: fsdp2, zero2 or zero3 (DeepSpeed). CASES is JSON: [[name, methods,
+MODE is how the training is sharded: fsdp2, zero2 or zero3 (DeepSpeed). CASES is JSON: [[name, methods,
 options], ..]. Options beside those of the config: "real" lets the policy generate; "resume" saves at this step and
 trains once more from that checkpoint; "rows" is the size of the dataset, "sets" that of the sets of its rows;
-"evaluate" evaluates every so many steps; "swarm" puts so many packages of another node into an exchange. The main
+"evaluate" evaluates every so many steps; "lora" trains adapters alone; "swarm" puts so many packages of another node into an exchange. The main
 rank writes {name: {weights, decisions, logs, resumed, ..}}.
 """
 
@@ -17,17 +18,7 @@ import traceback
 from pathlib import Path
 
 MODE = sys.argv[3] if len(sys.argv) > 3 else ""
-if MODE == "fsdp2":
-    os.environ.update(
-        ACCELERATE_USE_FSDP="true",
-        FSDP_VERSION="2",
-        FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
-        FSDP_TRANSFORMER_CLS_TO_WRAP="Qwen3DecoderLayer",
-        FSDP_RESHARD_AFTER_FORWARD="true",
-        FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT",
-        FSDP_CPU_RAM_EFFICIENT_LOADING="false",
-    )
-elif MODE:
+if MODE.startswith("zero"):
     AUTO = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     ZERO = {"stage": int(MODE[-1]), "stage3_param_persistence_threshold": 0}  # by default none of so small a model
     Path(sys.argv[1]).with_suffix(".json").write_text(
@@ -44,6 +35,7 @@ import probes
 import pyarrow.parquet as pq
 import torch
 from harness import WORLD, history, make, policy, stub_sampling, weights
+from peft import LoraConfig
 from swarm_packages import fill
 from torch.distributed.tensor import DTensor
 
@@ -102,8 +94,8 @@ def kind(trainer):
 
 def run(folder, name, methods, options):
     options = {"output_dir": str(folder / f"out-{name}"), **options}
-    real, resume, evaluate, rows, swarm, sets = (
-        options.pop(k, 0) for k in ("real", "resume", "evaluate", "rows", "swarm", "sets")
+    real, resume, evaluate, rows, swarm, sets, lora = (
+        options.pop(k, 0) for k in ("real", "resume", "evaluate", "rows", "swarm", "sets", "lora")
     )
     if swarm:
         if os.environ.get("RANK", "0") == "0":
@@ -123,6 +115,9 @@ def run(folder, name, methods, options):
             per_device_eval_batch_size=16 // WORLD,
             more={"eval_dataset": build_dataset(4, seed=9)},
         )
+    if lora:
+        adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        options["more"] = options.get("more", {}) | {"peft_config": adapters}
     result = train(folder, methods, options, real)
     if resume:
         checkpoint = Path(options["output_dir"]) / f"checkpoint-{resume}"
