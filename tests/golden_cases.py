@@ -146,10 +146,12 @@ class Case:
 class Kind:
     inputs: tuple[str, ...]
     params: tuple[str, ...]
+    expected: tuple[str, ...]
     check: Callable[[Case], None]
 
     def has(self, case: Case) -> bool:
-        return any(name in case.inputs for name in self.inputs) or any(name in case.params for name in self.params)
+        places = ((self.inputs, case.inputs), (self.params, case.params), (self.expected, case.expected))
+        return any(name in place for names, place in places for name in names)
 
 
 class Golden:
@@ -171,12 +173,13 @@ class Golden:
         self._kinds: list[Kind] = []
 
     def kind(
-        self, *inputs: str, params: tuple[str, ...] = ()
+        self, *inputs: str, params: tuple[str, ...] = (), expected: tuple[str, ...] = ()
     ) -> Callable[[Callable[[Case], None]], Callable[[Case], None]]:
-        """The decorated function asserts the cases that have one of these inputs, or one of these parameters."""
+        """The decorated function asserts the cases that have one of these inputs or parameters, or expect one of these
+        (settings that were read, without inputs)."""
 
         def add(check: Callable[[Case], None]) -> Callable[[Case], None]:
-            self._kinds.append(Kind(inputs, params, check))
+            self._kinds.append(Kind(inputs, params, expected, check))
             return check
 
         return add

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
 
+GOLDEN = Golden("linear_ts")
 NAN = math.nan
 
 
@@ -66,6 +68,34 @@ def observe(stack: MethodStack, rollouts: Rollouts, stats: Any = None) -> dict[s
 
 
 # ---- the posterior
+
+
+@GOLDEN.kind("truth")
+def check_posterior(case: Case) -> None:
+    """Ours is the posterior; theirs, which changes P in place before it multiplies with it, is far from it."""
+    x, r, truth = (torch.tensor(case.inputs[name], dtype=torch.float64) for name in ("x", "r", "truth"))
+    assert x.shape == (len(r), len(truth)), "a reward for each context, and an entry of theta for each number of it"
+    s2, variance, wanted = case.params["noise_var"], case.params["prior_var"], case.expected
+    precision, mean = torch.eye(len(truth), dtype=torch.float64) / variance, torch.zeros_like(truth)
+    theirs = mean.clone()
+    for row, reward in zip(x, r.tolist(), strict=True):
+        precision, mean = posterior(precision, mean, row, reward, s2)
+        theirs = torch.linalg.solve(precision, precision @ theirs + reward * row / s2)
+    for name in ("precision", "code_precision"):
+        assert precision.numpy() == pytest.approx(np.array(wanted[name]), rel=1e-10, abs=1e-10), name
+    assert mean.tolist() == pytest.approx(wanted["posterior_mean"], rel=1e-9, abs=1e-10)
+    assert theirs.tolist() == pytest.approx(wanted["code_mean"], rel=1e-9, abs=1e-9)
+    off = max(abs(a - b) for a, b in zip(wanted["code_mean"], wanted["posterior_mean"], strict=True))
+    assert off > 1e3 * float((mean - torch.tensor(wanted["posterior_mean"])).abs().max())
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case: Case) -> None:
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases() -> None:
+    GOLDEN.check_further_cases()
 
 
 def batch_posterior(xs: Any, rs: Any, s2: float, variance: float) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
 
+GOLDEN = Golden("v0_5")
 NAN = math.nan
 PAPER = {"reward_low": -1.0, "reward_high": 1.0}
 PROMPTS = 16
@@ -60,6 +62,36 @@ def number(x: float) -> torch.Tensor:
 
 
 # ---- the rule
+
+
+@GOLDEN.kind("prior")
+def check_fusion(case: Case) -> None:
+    """The rule as a note prints it, and what a batch of such rewards makes of it through the method."""
+    mean, prior, k = (case.inputs[name] for name in ("mean", "prior", "k"))
+    s2, cost, wanted = case.params["s2"], case.params["c"], case.expected
+    found = fuse(number(mean), number(k), number(prior), s2)
+    gain = float(next_gain(found.bias2, number(k), s2))
+    values = {"bias2": found.bias2, "weight": found.weight, "baseline": found.baseline}
+    for name, value in values.items():
+        assert float(value) == pytest.approx(wanted[name], abs=1e-12), name
+    assert gain == pytest.approx(wanted["gain"], abs=1e-12) and (gain > cost) == wanted["more"]
+
+    half = math.sqrt(s2)  # rewards of +-half have this variance at most
+    stack = constant(prior, reward_low=-half, reward_high=half, k_init=k, k_max=k + 1, cost=cost, group_size=k + 1)
+    rewards = torch.full((k,), mean, dtype=torch.float64)
+    plan = next_plan(stack, Plan((), k + 1, 1, 1, (GroupSoFar(PlanRow(0, 0, k), rewards),)))
+    assert [row.n for row in plan.rows] == [1] * wanted["more"]
+    rollouts = make_rollouts(rewards, [0] * k, prompt_index=[0] * k)
+    assert advantages(stack, rollouts) == pytest.approx([mean - wanted["baseline"]] * k, abs=1e-9)
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case: Case) -> None:
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases() -> None:
+    GOLDEN.check_further_cases()
 
 
 @pytest.mark.parametrize(
