@@ -23,11 +23,12 @@ from typing import Any
 import psutil
 import pyarrow.parquet
 import torch
+from forked import MARK
 from waiting import NEVER
 
 HERE = Path(__file__).parent
 PROBES = HERE.parent / "trl"
-MARK = "RL_PLUGINS_TEST_RUN"
+FORKED = [sys.executable, str(HERE / "forked.py")] if sys.platform == "linux" else [sys.executable]
 PROMPTS, SAMPLES = 8, 8
 COSTS = ("tokens_decoded", "tokens_read", "engine_calls", "engine_seconds", "rows_made", "rows_trained_total")
 PROGRAMS = {
@@ -250,6 +251,7 @@ def start(
         f"ray_kwargs.ray_init.num_cpus={8 * ranks}",
         f"+ray_kwargs.ray_init.num_gpus={ranks}",
         f"trainer.v1.trainer_mode={trainer}",
+        f"++ray_kwargs.ray_init.runtime_env.py_executable='{' '.join(FORKED)}'",
         *overrides,
     ]
     keys = [line.lstrip("+").split("=")[0] for line in lines]
@@ -264,6 +266,8 @@ def start(
         "HF_HUB_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "SPT_NOENV": "1",  # the name of a process goes over its command line only, so `MARK` can be read
         "HYDRA_FULL_ERROR": "1",
         "VERL_FILE_LOGGER_ROOT": str(folder),
         "RL_PLUGINS_TEST_OUT": str(folder),
@@ -272,7 +276,7 @@ def start(
     }
     with (folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "verl.trainer.main_ppo", *lines],
+            [*FORKED, "-m", "verl.trainer.main_ppo", *lines],
             cwd=folder,
             env=env,
             stdout=log,

@@ -35,8 +35,8 @@ ALL = [*PLACES, *2 * TWICE, *ROUTED]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two FSDP2 ranks, two optimizer steps per batch, means over rows, micro-batches by tokens, and a router for both
-    rollout replicas, one of which is slow. The last batch ends it: a hook raises on one rank."""
+    """Two FSDP2 ranks, two optimizer steps per batch, means over rows, micro-batches by tokens and without padding, and
+    a router for both rollout replicas, one of which is slow. The last batch ends it: a hook raises on one rank."""
 
     def overrides(folder: Path) -> list[str]:
         (folder / "router.yaml").write_text(ROUTER)
@@ -54,6 +54,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
             f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
             "actor_rollout_ref.actor.use_dynamic_bsz=True",
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
+            "actor_rollout_ref.model.use_remove_padding=True",
         ]
 
     folder = tmp_path_factory.mktemp("verl")
@@ -67,10 +68,10 @@ def test_a_setting_makes_its_step(ranks: Run, number: int) -> None:
     assert ranks.steps()[number]["names"] == ALL[number].split("+")
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", [*PLACES, *ROUTED])
 def test_gradients_on_two_ranks_with_two_steps(ranks: Run, name: str) -> None:
-    """The second step of a batch is off-policy: its ratios are not 1."""
-    ranks.check(PLACES.index(name))
+    """The second step of a batch is off-policy: its ratios are not 1. Rollouts of a program count as any other."""
+    ranks.check(ALL.index(name))
     first, second = ranks.updates(0), ranks.updates(1)
     assert len(first) == len(second)
     steps = [(a, b) for a, b in zip(first, second, strict=True) if a["methods"] == name.split("+")]

@@ -46,6 +46,10 @@ def _carousel(module: object) -> None:
         """Writes what a step decided."""
 
         class Watched(cls):
+            def on_init_end(self):
+                self.replay_buffer.poll_interval = 0.2  # stock two seconds
+                super().on_init_end()
+
             def on_step_begin(self):
                 note("step", step=self.global_steps)
                 super().on_step_begin()
