@@ -167,6 +167,19 @@ def test_split_into_micro_batches_changes_nothing(tmp_path, loss_type, methods):
     assert history(runs[0], "grad_norm") == pytest.approx(history(runs[1], "grad_norm"), rel=1e-4)
 
 
+def test_bf16_checkpointing_and_a_compiled_model(tmp_path):
+    """Layers computed again and a compiled model change nothing; bf16 changes what its eight bits of precision do."""
+    methods, options = ["mc_grpo", "minpro"], {**OFF_POLICY, "loss_type": "grpo"}
+    whole = run(tmp_path, methods, **options)
+    half = run(tmp_path, methods, **options, bf16=True)
+    same = dict(gradient_checkpointing=True, torch_compile=True, torch_compile_backend="eager")
+    compiled = run(tmp_path, methods, **options, bf16=True, **same)
+    far = moved(whole, tmp_path)
+    assert difference(half, compiled) < 1e-6 < 1e-3 < far
+    assert 1e-6 < difference(whole, half) < 0.1 * far
+    assert history(compiled, "loss") == pytest.approx(history(half, "loss"), abs=1e-6)
+
+
 def test_group_objective_in_before_update(tmp_path):
     """Coefficients from the row sums at the current weights give the gradient of the undivided objective."""
     options = dict(num_iterations=2, max_steps=2, max_grad_norm=0.0, learning_rate=0.05)
