@@ -13,13 +13,13 @@ export OMP_NUM_THREADS = 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test lint docs site mutants test-patches test-vllm test-deepspeed test-browser test-site test-long test-versions clean
+.PHONY: demo test lint docs site mutants test-patches test-vllm test-deepspeed test-browser test-site test-long test-gpu gpu-bundle test-versions clean
 
 demo: .venv/ready-demo
 	.venv/bin/rl-plugins demo $(DEMO)
 
 test: .venv/ready-test
-	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not vllm and not deepspeed and not patches and not browser and not site and not long" $(PYTEST)
+	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not vllm and not deepspeed and not patches and not browser and not site and not long and not gpu" $(PYTEST)
 
 lint: .venv/ready-test
 	.venv/bin/ruff format --check .
@@ -90,6 +90,17 @@ test-deepspeed: .venv-deepspeed/ready
 # Further runs of verl with Ray and of the demo's agents: what they show stands beside shorter runs of `make test`.
 test-long: .venv/ready-test
 	.venv/bin/python -m pytest -n 2 --dist loadfile -m long tests $(PYTEST)
+
+# On CUDA where it is, else on the CPU with the parts on CUDA skipped; no network. On a machine without `.venv`, PYTHON
+# is an interpreter that has torch, transformers, accelerate, peft and pyarrow, and build/gpu-bundle brings what else is
+# needed (`make gpu-bundle` fills it). Results are in build/gpu, or in the folder GPU_RESULTS.
+test-gpu:
+	@if [ -e .venv/ready-test ]; then .venv/bin/python -m pytest -m gpu tests/gpu $(PYTEST); else \
+	$(PYTHON) tests/gpu/bundle.py unpack build/gpu-bundle build/gpu-site && \
+	PYTHONPATH=build/gpu-site:. $(PYTHON) -m pytest -m gpu tests/gpu $(PYTEST); fi
+
+gpu-bundle: .venv/ready-test
+	.venv/bin/python tests/gpu/bundle.py collect build/gpu-bundle
 
 # The site, built as `make site` builds it, and read link by link.
 test-site: .venv/ready-test

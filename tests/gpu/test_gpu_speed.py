@@ -1,0 +1,95 @@
+"""What methods cost on a device: whole steps against stock TRL, memory, and how often the host waits for the device."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_runs import KINDS, Clock, large_policy, trainer_on
+from harness import length, score, stub_sampling
+from torch.profiler import ProfilerActivity, profile
+
+pytestmark = pytest.mark.gpu
+
+ARMS: dict[str, dict[str, Any]] = {
+    "stock": {"stock": True},
+    "methods: []": {},
+    "gdpo": {"methods": ["gdpo"]},
+    "echo_shaping (tokens)": {"methods": ["echo_shaping"]},
+    "aepo_clip (loss)": {"methods": ["aepo_clip"]},
+    "plain (program)": {"methods": ["plain"]},
+}
+READS = ("aten::_local_scalar_dense", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+MICRO_BATCHES, STEPS = 4, 3
+
+
+def run(arm: dict[str, Any], device: str, folder: Path, steps: int, **options: Any) -> tuple[Any, Clock]:
+    clock, more = Clock(), dict(arm)
+    if device == "cuda" and not (folder / "policy").exists():
+        large_policy(folder)
+    options = {"bf16": True, "gradient_accumulation_steps": MICRO_BATCHES, "reward": [score, length]} | options
+    trainer = trainer_on(device, folder, max_steps=steps, callbacks=[clock], **options, **more)
+    return trainer, clock
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("speed")
+
+
+def test_whole_steps(device: str, folder: Path, note: Any) -> None:
+    """Real sampling of completions of one length, arms in turns."""
+    tokens, rounds = (128, 3) if device == "cuda" else (14, 1)
+    seconds: dict[str, list[float]] = {name: [] for name in ARMS}
+    for _ in range(rounds):
+        for name, arm in ARMS.items():
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            fixed = {"generation_kwargs": {"min_new_tokens": tokens}, "max_completion_length": tokens}
+            trainer, clock = run(arm, device, folder, STEPS + 1, **fixed)
+            trainer.train()
+            seconds[name] += clock.seconds
+            if device == "cuda":
+                peak = torch.cuda.max_memory_allocated() / 2**30
+                note("whole steps", name, **{"peak GiB": peak})
+    stock = statistics.median(seconds["stock"])
+    for name, values in seconds.items():
+        middle = statistics.median(values)
+        share = 1 - stock / middle
+        note("whole steps", name, **{"s/step, least": min(values), "median": middle, "share of a step": share})
+    assert all(len(values) == STEPS * rounds for values in seconds.values())
+
+
+def test_how_often_the_host_waits(device: str, folder: Path, note: Any) -> None:
+    """On the same completions for all, so that what stock TRL reads is the same. On the CPU only reads of single
+    numbers can be counted, those of numbers on the CPU among them."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    counts: dict[str, dict[str, float]] = {}
+    for name, arm in ARMS.items():
+        with stub_sampling():
+            trainer, _ = run(arm, device, folder, STEPS)
+            with profile(activities=activities) as seen:
+                trainer.train()
+        found = {e.key: e.count for e in seen.key_averages()}
+        counts[name] = {
+            read: found.get(read, 0) / STEPS for read in READS if device == "cuda" or read.startswith("aten")
+        }
+    for name, values in counts.items():
+        added = {f"{read}, added": n - counts["stock"][read] for read, n in values.items()}
+        note("waits per step", name, **values, **added)
+    read = READS[0]
+    assert counts["methods: []"][read] == counts["stock"][read]
+    # the gate: once per micro-batch; the stack's metrics, rows that are trained, and log-probs of TRL's own metric
+    assert counts["aepo_clip (loss)"][read] - counts["gdpo"][read] <= 4 * MICRO_BATCHES
+
+
+def test_the_context_cache_against_reading_again(device: str, folder: Path, note: Any) -> None:
+    methods, options, _ = KINDS["turns"]
+    for name, gigabytes in (("with the cache", 1.0), ("without", 0.0)):
+        more = {**options, "rollout_cache_gb": gigabytes, "gradient_accumulation_steps": 1}
+        trainer, clock = run({"methods": methods}, device, folder, STEPS + 1, **more)
+        trainer.train()
+        note("context cache, agents", name, **{"s/step, least": min(clock.seconds)})
