@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, _agent_loop_registry, register
 
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.verl.compat import initial_tokens
 from rl_plugins.verl.host import Output
 from rl_plugins.verl.prompts import COLUMN, FORCED, PLANNED_AGENT, TURNS, UNKNOWN, VERSIONS, Given, Note, ranges, runs
 
@@ -45,7 +46,7 @@ class PlannedAgentLoop(SingleTurnAgentLoop):
 
     async def _without_engine(self, kwargs: dict[str, Any], given: Given, want_logprobs: bool) -> Output:
         """A completion of the plan: a sample, if its log-probs are given. With rewards it is not scored again."""
-        prompt_ids = list(given.get("prompt") or await self.ct_build_initial_tokens(list(kwargs["raw_prompt"])))
+        prompt_ids = list(given.get("prompt") or await initial_tokens(self, list(kwargs["raw_prompt"])))
         tokens, logprobs, reward = list(given["tokens"]), given["logprobs"], given.get("reward")
         observed = given.get("observed") or [False] * len(tokens)
         versions = given.get("versions") or [published(kwargs)] * len(tokens)
@@ -86,6 +87,10 @@ class PlannedAgentLoop(SingleTurnAgentLoop):
 
     async def ct_build_initial_tokens(self, *args: Any, **kwargs: Any) -> list[int]:
         return [*await super().ct_build_initial_tokens(*args, **kwargs), *self._prefix]
+
+    async def apply_chat_template(self, *args: Any, **kwargs: Any) -> list[int]:
+        """The same in verl 0.9.0."""
+        return [*await super().apply_chat_template(*args, **kwargs), *self._prefix]
 
 
 def published(kwargs: Mapping[str, Any]) -> int:

@@ -15,7 +15,7 @@ from rl_plugins.runtime.chat import NO_TEMPLATE, has_template
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.preflight import NO_TURN_LIMITS, HostCapabilities, no_redundancy, preflight
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.verl.compat import untested_allowed, verl_version
+from rl_plugins.verl.compat import needs_newer, untested_allowed, verl_version
 from rl_plugins.verl.config import MODES, Settings, compose, verl_folder
 
 LOGPROBS = "actor_rollout_ref.rollout.calculate_log_probs"
@@ -160,6 +160,12 @@ def check(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]
     except ConfigError as e:  # all problems are told at once
         problems.append(str(e))
     problems += [text for rule in REFUSED if (text := rule(stack, read))]
+    problems += [
+        f"{name} is {value}, which needs verl 0.9.1 or newer; {verl_version()} is installed. Upgrade verl, or choose "
+        f"another value{' by the parameters of the method that sets it' if name in options else ''}."
+        for name, value in {MAX_VERSIONS: read(MAX_VERSIONS, 1), **options}.items()
+        if needs_newer(name, value)
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
     if "current_entropies" in stack.needs and not read(ENTROPY, False):

@@ -15,10 +15,7 @@ from typing import Any
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime.host_names import Pinned
-
-TESTED = ((0, 9, 1), (0, 10, 0))  # first tested version, first untested one
-ALLOW_VARIABLE = "RL_PLUGINS_ALLOW_UNTESTED"
-
+from rl_plugins.runtime.tested import ALLOW_VARIABLE, inside, wanted
 
 _V1, _LOOP = "verl.trainer.ppo.v1", "verl.experimental.agent_loop.agent_loop"
 _TRAINER, _WORKER = f"{_V1}.trainer_base:PPOTrainer", f"{_V1}.agent_loop_tq:AgentLoopWorkerTQ"
@@ -98,18 +95,16 @@ def untested_allowed() -> bool:
 
 def check_verl_version() -> None:
     """Raises ConfigError if verl is missing or of a version this adapter was not tested with."""
-    low, high = (".".join(map(str, v)) for v in TESTED)
     try:
         version = verl_version()
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
-            f'verl is not installed. Install it with: pip install "rl-plugins[verl]" (verl >={low},<{high}).'
+            f'verl is not installed. Install it with: pip install "rl-plugins[verl]" (verl {wanted("verl")}).'
         ) from None
-    number = tuple(int(x) for x in version.split("+")[0].split(".")[:3] if x.isdigit())
-    if not TESTED[0] <= number < TESTED[1] and not untested_allowed():
+    if not inside("verl", version) and not untested_allowed():
         raise ConfigError(
-            f"verl {version} is installed; this version of rl-plugins is tested with verl >={low},<{high}. Install one "
-            f"of those (pip install 'verl>={low},<{high}'), or set {ALLOW_VARIABLE}=1 to try."
+            f"verl {version} is installed; this version of rl-plugins is tested with verl {wanted('verl')}. Install "
+            f"one of those (pip install 'verl{wanted('verl')}'), or set {ALLOW_VARIABLE}=1 to try."
         )
 
 
@@ -193,3 +188,33 @@ def states_its_mode(trainer_class: Any) -> bool:
 def passes_extra_fields(policy_loss_config: Any) -> bool:
     """Seam V12: `ppo_loss` hands extra columns to the policy loss."""
     return hasattr(policy_loss_config, "extra_fields")
+
+
+# ---- differences of 0.9.0
+
+
+async def initial_tokens(loop: Any, messages: list[Any]) -> list[int]:
+    """The prompt of a chat as an agent loop of verl makes it."""
+    if getattr(loop, "enable_continuous_token", True):  # 0.9.1 has no other way
+        return list(await loop.ct_build_initial_tokens(messages))
+    return list(await loop.apply_chat_template(messages))
+
+
+def checkpoint_engine(name: str) -> Any:
+    """The checkpoint engine that has a name, or None."""
+    from verl.checkpoint_engine.base import CheckpointEngineRegistry
+
+    try:
+        return CheckpointEngineRegistry.get(name)
+    except (KeyError, ValueError):  # 0.9.0 raises the first, 0.9.1 the second
+        return None
+
+
+def needs_newer(option: str, value: Any) -> bool:
+    """Whether only verl 0.9.1 takes this value: a fraction of a batch ahead of training, or rows of any age."""
+    if states(_TRAINER, "_add_async_warmup_batches"):
+        return False
+    name = option.rpartition(".")[2]
+    return (name == "num_warmup_batches" and not isinstance(value, int)) or (
+        name == "max_off_policy_threshold" and value is None
+    )

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
+from rl_plugins.verl.compat import checkpoint_engine
 from rl_plugins.verl.cpu import CHECKPOINT_ENGINE, free
 
 POLL_SECONDS = 0.05
@@ -75,11 +76,7 @@ class FileCheckpointEngine(CheckpointEngine):
 
 
 def _register() -> None:
-    try:
-        present = CheckpointEngineRegistry.get(CHECKPOINT_ENGINE)
-    except ValueError:  # what verl says of a name it does not know
-        present = None
-    if free(present, FileCheckpointEngine, CHECKPOINT_ENGINE, "a checkpoint engine"):
+    if free(checkpoint_engine(CHECKPOINT_ENGINE), FileCheckpointEngine, CHECKPOINT_ENGINE, "a checkpoint engine"):
         CheckpointEngineRegistry.register(CHECKPOINT_ENGINE)(FileCheckpointEngine)
 
 
