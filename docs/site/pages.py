@@ -37,7 +37,7 @@ EVIDENCE = ROOT / "examples" / "evidence"
 # Navigation: heading -> pages in this order. A page of docs/ that is named nowhere is added to the last but one.
 NAVIGATION = {
     "Start": ["choose", "compare", "examples"],
-    "Methods": ["methods", "papers", "evidence"],
+    "Methods": ["methods", "papers", "open_questions", "evidence"],
     "The bench": ["bench", "bench/*"],
     "Guides": ["guides/index", "guides/rewards", "guides/environment", "guides/methods", "guides/rollout", "guides/*"],
     "Hosts": ["trl", "verl", "verl_cpu"],

@@ -112,6 +112,11 @@ def mass_balance(
     )
 
 
+def share_trained(steps: int, prompts: int, n: int, sampled: float) -> float:
+    """Share of the sampled rows that a run trained whose batches were filled again after dynamic sampling."""
+    return steps * prompts * n / sampled
+
+
 def balance(n: int, seed: int) -> dict[str, float]:
     """Of DRAWS places: medians and shares of the mass balance."""
     rng = np.random.default_rng([seed, n])

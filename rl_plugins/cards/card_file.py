@@ -4,6 +4,7 @@ use_when, avoid_when    one sentence each
 cost                    what it costs and which features of the engine it needs
 about                   of a bundle: what it does, a paragraph
 disagreements           where paper and code differ, and which parameter selects
+open                    what no source answers: the `question`, what was `tried`, and `looked`, the day of the last look
 logs                    a table: name the method logs -> what the number is
 paper                   a table (arxiv, title, authors, year, code), or the name of the card that has it
 goes_with               method -> why the two make sense together
@@ -11,12 +12,14 @@ goes_with_params        values that parameters of this method need in the pairs 
 example_params          an example of each parameter that must be given, a judge for example
 examples                as text, an example of other parameters whose value is not obvious: a function, a file
 paper_settings          host -> options of the paper's main experiment, for a config to copy; never applied by us
+paper_params            setting -> parameters of the paper's experiments, the main one first; never applied by us
 demo, bench             what `rl-plugins demo` and `bench` set so that the method has something to act on
 claims                  what the paper says of it, as differences that the bench measures
 """
 
 from __future__ import annotations
 
+import datetime
 import re
 import sys
 import tomllib
@@ -68,6 +71,26 @@ class Paper:
 
 
 @dataclass(frozen=True)
+class OpenQuestion:
+    """What is not known of a method.
+
+    Args:
+        question: what no source answers, and what is done here.
+        tried: where it was looked for.
+        looked: day of the last look.
+    """
+
+    question: str
+    tried: str
+    looked: datetime.date
+
+    @property
+    def text(self) -> str:
+        """As a line of a card."""
+        return f"{self.question} Tried: {self.tried} Last look: {self.looked.isoformat()}."
+
+
+@dataclass(frozen=True)
 class CardFile:
     """What `NAME.toml` says; everything is empty where there is no such file. The fields are those of this module's
     docstring; texts have no line breaks."""
@@ -79,12 +102,14 @@ class CardFile:
     cost: str = ""
     about: str = ""
     disagreements: tuple[str, ...] = ()
+    open: tuple[OpenQuestion, ...] = ()
     logs: Mapping[str, str] = field(default_factory=dict)
     goes_with: Mapping[str, str] = field(default_factory=dict)
     goes_with_params: Mapping[str, Any] = field(default_factory=dict)
     example_params: Mapping[str, Any] = field(default_factory=dict)
     examples: Mapping[str, str] = field(default_factory=dict)
     paper_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    paper_params: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     demo: Mapping[str, Any] = field(default_factory=dict)
     bench: Mapping[str, Any] = field(default_factory=dict)
     claims: tuple[Mapping[str, Any], ...] = ()
@@ -136,4 +161,20 @@ def _read(place: Path, name: str) -> CardFile:
             raise ConfigError(f"`paper` of the card {place}: {e}. It must be a table with {allowed}.") from e
     values["disagreements"] = tuple(" ".join(text.split()) for text in values.get("disagreements", ()))
     values["claims"] = tuple(values.get("claims", ()))
+    try:
+        values["open"] = tuple(
+            OpenQuestion(" ".join(o["question"].split()), " ".join(o["tried"].split()), _day(o["looked"]))
+            for o in values.get("open", ())
+        )
+    except (KeyError, TypeError, AttributeError) as e:
+        raise ConfigError(
+            f"`open` of the card {place} is wrong ({e!r}). Each entry is a table [[open]] with `question`, `tried` and "
+            f"the day `looked`: 2026-11-26."
+        ) from e
     return CardFile(name, **values)
+
+
+def _day(value: Any) -> datetime.date:
+    if type(value) is not datetime.date:
+        raise TypeError(f"{value!r} is no day")
+    return value

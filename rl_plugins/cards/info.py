@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rl_plugins.cards.card_file import Paper, card_file
+from rl_plugins.cards.card_file import CardFile, Paper, card_file
 from rl_plugins.cards.catalog import FIDELITY, Card, card_of, example_of, hosts_of, needs_of, preset_text
 from rl_plugins.cards.claims import claim_lines
 from rl_plugins.cards.pairs import conflicts, excluded
@@ -43,6 +44,7 @@ def info_of_loss(card: supervised.SupervisedLoss) -> str:
         ("What we measured", _listed(map(measured_text, results)) or "Nobody measured it yet."),
         ("Parameters", "\n".join(_parameter(row, None) for row in describe_params(card.params))),
         ("Where paper and code differ", _listed(file.disagreements)),
+        ("What is not known", _listed(o.text for o in file.open)),
         ("Fidelity", f"{card.fidelity}: {FIDELITY[card.fidelity]}."),
         ("How to start", f"It is no method: `methods` does not take it. docs/supervised.md shows both hosts.\n{start}"),
         ("Source", _source(file.paper)),
@@ -78,6 +80,8 @@ def info(found: type[Method] | Bundle) -> str:
         sections.append(("Needs", _listed(needs_of(found))))
         sections.append(("Host options it sets", _listed(options_text(example_of(found).host_options))))
         sections.append(("Where paper and code differ", _listed(card.file.disagreements)))
+        sections.append(("What is not known", _listed(o.text for o in card.file.open)))
+        sections.append(("Parameters of the paper", _listed(params_of_paper(card.file))))
         sections.append(("Fidelity", f"{found.fidelity}: {FIDELITY[found.fidelity]}."))
     sections.append(("How to use", "\n".join(_usage(usage_of(found), card))))
     paper = card.file.paper
@@ -88,6 +92,14 @@ def info(found: type[Method] | Bundle) -> str:
         f"\n{found.does}." if found.does else ""
     )
     return "\n\n".join([head, *(f"{title}\n{_indented(text)}" for title, text in sections if text.strip())])
+
+
+def params_of_paper(file: CardFile) -> list[str]:
+    """Parameters of the paper's experiments, a line each."""
+    return [
+        f"{setting}: {', '.join(f'`{name}: {json.dumps(value)}`' for name, value in values.items())}"
+        for setting, values in file.paper_params.items()
+    ]
 
 
 def measured_text(measured: Result) -> str:

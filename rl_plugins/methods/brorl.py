@@ -36,6 +36,10 @@ class BroRL(Method):
 
         lr <- lr (B / base_rows)^p          p = 1/2 (`sqrt`), 1 (`linear`), 0 (`none`); this step only
 
+    The paper's B is the rows of a whole batch, from 512 prompts with 16 rollouts (8192) to 128 with 512: a factor of
+    sqrt(8) = 2.83 at as many optimizer steps per batch. It fills a batch again after dynamic sampling, until 128
+    prompts are left; here a batch is as large as what is left of it.
+
     Symbols: r, c, A (rows,) float64; deviations have the divisor n - 1.
 
     Special cases: rollouts without a reward (NaN) are in no statistic and have A = 0; a group with fewer than two
@@ -47,11 +51,11 @@ class BroRL(Method):
         ConfigError: batches of a ramp out of order.
         MethodError: a batch has fewer rows than the N of the ramp.
 
-    Source: arXiv 2510.01180, recipe and Theorem 1 (mass balance) as two summaries and a review tell them.
+    Source: arXiv 2510.01180v1, sections 2 to 4, tables 1 and 2, appendices A to D. No code was found.
     """
 
     name = "brorl"
-    fidelity = "abstract"
+    fidelity = "paper"
     does = "Trains with hundreds of rollouts per prompt and scales the learning rate to the batch"
     problems = ("exploration", "no_signal")
     needs = frozenset({"text", "several_rollouts"})

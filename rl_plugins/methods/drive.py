@@ -23,7 +23,8 @@ Ids = NDArray[np.int64]
 class Drive(Method):
     """A curriculum that keeps the hardest prompts, with more rollouts each.
 
-    Reconstruction: how long a phase lasts, how a pass rate is estimated, and whether again in every phase, is ours.
+    The paper trains a second stage (Pre-GRPO) in phases, and carries from each phase the cases with a low pass rate to
+    the next. The pass rate is that of the training rollouts. Its decay, ties and one dataset for both stages are ours.
 
     Phase j of a run has a set of `sizes`[j] prompts, `rollouts`[j] rollouts per prompt, completions of at most
     `max_tokens`[j] tokens, and `batches`[j] generation batches (the last phase: the rest of the run). At its start
@@ -35,6 +36,9 @@ class Drive(Method):
     Prompts of a set come in a shuffled order, all of them before one is repeated; in the host's order while the set is
     the whole dataset and `rollouts` is not given. More rollouts per prompt are fewer prompts of a batch. If a set does
     not fill it, its prompts are repeated in further groups (`when_short: repeat`), or it is smaller (`fewer`).
+
+    By default phases last 32, 64, 32 and the remaining batches. The sets are the paper's 72, 50 and 25 prompts as
+    shares of the 175 that its second stage begins with; its rollouts are 8, then 64 (`rollouts: [8, 64, 64, 64]`).
 
     Symbols: sizes up to 1 are shares of the dataset, larger ones numbers of prompts; a success is a reward >=
     success_threshold. Estimates (dataset size,) float64. Phases of equal rollouts and token limit are a stage.
@@ -50,11 +54,11 @@ class Drive(Method):
         ConfigError: lists of unequal length; sizes that rise or exceed the dataset; a limit above the host's.
         MethodError: a batch with fewer rows than a phase has rollouts per prompt.
 
-    Source: arXiv 2511.06307, abstract, and two independent notes. No code was found.
+    Source: arXiv 2511.06307v1, sections 3.2, 4.1 and 4.6. No code was found.
     """
 
     name = "drive"
-    fidelity = "reconstruction"
+    fidelity = "paper"
     does = "Trains all prompts first, then smaller sets of the hardest ones with more rollouts each"
     problems = ("few_prompts", "exploration")
     needs = frozenset({"prompt_index"})
@@ -64,9 +68,9 @@ class Drive(Method):
     @dataclass(frozen=True)
     class Params(SuccessParams):
         sizes: tuple[float, ...] = param(
-            (1.0, 0.4, 0.3, 0.15), "prompts of a phase: a share up to 1, or a number", gt=0
+            (1.0, 0.4114, 0.2857, 0.1429), "prompts of a phase: a share up to 1, or a number", gt=0
         )
-        batches: tuple[int, ...] = param((20, 20, 20), "number of generation batches of each phase but the last", ge=1)
+        batches: tuple[int, ...] = param((32, 64, 32), "number of generation batches of each phase but the last", ge=1)
         rollouts: tuple[int, ...] = param((), "rollouts per prompt in each phase; empty: the host's", ge=2)
         max_tokens: tuple[int, ...] = param((), "completion length in each phase; empty: the host's", ge=1)
         decay: float = param(0.5, "share of a prompt's older outcomes that remains after a visit", ge=0, le=1)

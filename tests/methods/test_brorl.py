@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_method import method
 
+from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.groups import Groups
@@ -39,7 +40,7 @@ from rl_plugins.testing import (
 GOLDEN = Golden("brorl")
 with pytest.MonkeyPatch.context() as patch:  # the theorem is in the evidence script
     patch.syspath_prepend(Path(__file__).parents[2] / "examples" / "evidence")
-    from brorl import mass_balance
+    from brorl import mass_balance, share_trained
 NAN = math.nan
 
 
@@ -339,7 +340,10 @@ def test_a_ramp_beyond_the_batch_ends_the_run_in_its_first_batch():
 
 
 def test_factor_of_the_paper():
-    assert lr_factor(512, 16, "sqrt") == pytest.approx(5.657, abs=1e-3)
+    base = card_file("brorl").paper_params["N = 512"]["base_rows"]
+    settings_ = card_file("brorl").paper_settings["verl"]
+    rows = settings_["data.train_batch_size"] * settings_["actor_rollout_ref.rollout.n"]
+    assert lr_factor(rows, base, "sqrt") == pytest.approx(2.83, abs=0.01)
     assert lr_factor(512, 16, "linear") == 32.0
     assert lr_factor(512, 16, "none") == 1.0
     assert lr_factor(16, 16, "sqrt") == 1.0 and lr_factor(4, 16, "sqrt") == 0.5
@@ -393,6 +397,39 @@ def check_mass_balance(case: Case) -> None:
         assert float(value) == pytest.approx(case.expected[name], rel=1e-12, abs=1e-15), name
     assert float(found.total) == pytest.approx(case.expected["finite_difference"], abs=1e-7)
     assert difference(p, correct, found.step) == pytest.approx(float(found.total), abs=1e-7)
+
+
+@GOLDEN.kind("rewards")
+def check_normalization(case: Case) -> None:
+    """Groups without a signal leave, then the step over the batch, with the divisor n - 1; that of n is a factor."""
+    rewards, wanted = case.inputs["rewards"], case.expected
+    assert {len(r) for r in rewards} == {case.params["N"]}
+    group = [g for g, r in enumerate(rewards) for _ in r]
+    flat = [float(x) for r in rewards for x in r]
+    centered, _ = decided(flat, group, norm_over="none")
+    kept = centered.rollouts.kept.tolist()
+    assert sorted({g for g, k in zip(group, kept, strict=True) if k}) == wanted["kept"]
+    inside = [i for i, k in enumerate(kept) if k]
+    assert centered.row_advantages[inside].tolist() == pytest.approx(wanted["centered"], abs=1e-12)
+    found, _ = decided(flat, group)
+    values = found.row_advantages[inside]
+    assert values.tolist() == pytest.approx(wanted["advantage_ddof1"], abs=1e-7)
+    n = len(inside)
+    assert (values * math.sqrt(n / (n - 1))).tolist() == pytest.approx(wanted["advantage_ddof0"], abs=1e-7)
+
+
+@GOLDEN.kind("samples_k")
+def check_refill(case: Case) -> None:
+    """Table 1 says how many rows were sampled, and table 2 which share dynamic sampling kept: the steps trained their
+    full number of rows, so batches were filled again."""
+    given_, wanted = case.inputs, case.expected
+    rows = zip(*(given_[name] for name in ("steps", "prompts", "N", "samples_k")), strict=True)
+    found = [share_trained(s, p, n, 1000 * k) for s, p, n, k in rows]
+    assert found == pytest.approx(wanted["share_trained"], rel=1e-9)
+    for n, share in wanted["table2_pass_rate"].items():
+        of_n = [f for f, m in zip(found, given_["N"], strict=True) if m == int(n)]
+        assert of_n == pytest.approx([share] * len(of_n), abs=0.011)
+    assert set(map(str, given_["N"])) == set(wanted["table2_pass_rate"])
 
 
 @pytest.mark.parametrize("case", GOLDEN.cases, ids=str)

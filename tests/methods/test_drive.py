@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from golden_cases import Case, Golden, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Completion, Plan, PlanRow, PromptPool
@@ -23,8 +25,10 @@ from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
 
+GOLDEN = Golden("drive")
 NAN = math.nan
 SIZE = 16
+MOE = 70  # steps of the paper's large model
 
 
 def drive(size: int = SIZE, seed: int = 0, **params: Any) -> tuple[MethodStack, Drive]:
@@ -43,6 +47,36 @@ def batch(stack: MethodStack, method: Any, rate: Any, rows: int = 16, size: int 
     rewards = [float(rng.random() < rate[i]) for i in prompt]
     one_step(stack, make_rollouts(rewards, group, prompt_index=prompt, batch=number))
     return list(plan.rows)
+
+
+# ---- the paper's figures
+
+
+@GOLDEN.kind(expected=("steps",))
+def check_settings(case: Case) -> None:
+    """The card has the paper's settings, and the method makes its phases of them. The limit of tokens is the paper's
+    whole sequence; here it is of the completion."""
+    names = ("prompts", "steps", "rollouts", "total_tokens", "stage2_pool")
+    wanted = {name: plain(case.expected[name]) for name in names}
+    known = [s for s in card_file("drive").paper_params.values() if s["rollouts"] == wanted["rollouts"]]
+    (settings_,) = [s for s in known if list(s["batches"]) == wanted["steps"][:-1]]
+    assert list(settings_["max_tokens"]) == wanted["total_tokens"]
+    method = Drive(build_params(Drive.Params, settings_, "drive"))
+    assert method._sizes(wanted["prompts"][0]) == wanted["prompts"]
+    assert f" {wanted['prompts'][0] / 1000:g}k prompts first" in " ".join(card_file("drive").disagreements)
+    assert method.stages() == list(itertools.accumulate(wanted["steps"][:-1]))
+    total = card_file("drive").paper_settings["trl"]["max_steps"]
+    assert wanted["steps"][-1] == total - sum(wanted["steps"][:-1]) or sum(wanted["steps"]) == MOE
+    assert Drive()._sizes(wanted["stage2_pool"]) == [175, *wanted["prompts"][1:]], "the default is a share of the pool"
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case: Case) -> None:
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases() -> None:
+    GOLDEN.check_further_cases()
 
 
 # ---- the filter

@@ -25,5 +25,7 @@ def card(loss: SupervisedLoss) -> str:
     parts += [f"**What it costs:** {file.cost}", f"**What we measured:** {measured(measured_of(loss.name))}"]
     parts.append(parameter_table(loss.params))
     parts.append("**Where paper and code differ:**\n\n" + bullets(file.disagreements))
+    if file.open:
+        parts.append("**What is not known:**\n\n" + bullets(o.text for o in file.open))
     parts.append(f"**Fidelity:** {loss.fidelity}: {FIDELITY[loss.fidelity]}.")
     return "\n\n".join(parts)

@@ -14,7 +14,7 @@ from typing import get_args
 import rl_plugins
 from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.catalog import FIDELITY, Card, card_of, entries, example_of, needs_of, plugins, preset_text
-from rl_plugins.cards.info import meaning, options_text
+from rl_plugins.cards.info import meaning, options_text, params_of_paper
 from rl_plugins.cards.problems import PROBLEMS
 from rl_plugins.cards.results import Result, Verdict
 from rl_plugins.core.method import Bundle, Method
@@ -112,6 +112,10 @@ def _details(cls: type[Method]) -> Iterable[str]:
         yield parameter_table(cls.Params)
     if card_file(cls).disagreements:
         yield "**Where paper and code differ:**\n\n" + bullets(card_file(cls).disagreements)
+    if card_file(cls).open:
+        yield "**What is not known:**\n\n" + bullets(o.text for o in card_file(cls).open)
+    if card_file(cls).paper_params:
+        yield "**Parameters of the paper:**\n\n" + bullets(params_of_paper(card_file(cls)))
 
 
 def parameter_table(params: type[MethodParams]) -> str:
