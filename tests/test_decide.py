@@ -417,7 +417,7 @@ def test_a_stack_that_reads_no_token_decides_per_row_whoever_makes_the_advantage
     hooks = {
         "rewards": lambda r: r.reward * 2,
         "select": lambda r: r.reward < 8,
-        "shape": lambda r, t: Shape(keep_rows=r.reward < 6, row_columns={"weight": r.reward}),
+        "shape": lambda r, t: Shape(keep_rows=r.reward < 6, row_factor=-r.reward, row_columns={"weight": r.reward}),
         "needs": set(),
     }
     host = torch.tensor([7.0, 6.0, 5.0, 4.0])
@@ -425,13 +425,16 @@ def test_a_stack_that_reads_no_token_decides_per_row_whoever_makes_the_advantage
     for who, given, made, of_row_1 in (("m", host, own, 1), ("host", host, {}, 6), ("host", "unread", {}, 3)):
         stack = MethodStack([method(**hooks, **made)])
         d = decide_advantages(stack, select_rows(stack, rollouts), None, given, lambda r: r.reward + 1, 2)
-        assert (d.estimator, d.row_advantages.tolist()) == (who, [0.0, of_row_1, 0.0, 0.0])
+        assert (d.estimator, d.row_advantages.tolist()) == (who, [0.0, -2.0 * of_row_1, 0.0, 0.0])
         assert d.stays.tolist() == [False, True, True, False] and d.trained.tolist() == [False, True, False, False]
         assert (d.keep_tokens, d.advantages, d.old_logprobs, d.token_columns, d.uniform) == (None, None, None, {}, True)
         assert d.row_columns["weight"].tolist() == [0.0, 2.0, 4.0, 6.0] and list(d.rewarded_by) == ["m"]
         assert d.rollouts.kept.tolist() == [False, True, True, True]
     plain = decide(MethodStack([]), rollouts, None, None, lambda r: r.reward + 1, 4)
     assert plain.estimator == "rl_plugins" and plain.row_advantages.tolist() == [5.0, 2.0, 0.0, 4.0]
+    huge = method("huge", shape=lambda r, t: Shape(row_factor=r.reward * 1e16), needs=set())
+    why = "Method `huge` returned something illegal from `shape`: `row_factor` times advantage has values"
+    refused(lambda: decide(MethodStack([huge]), TWO, None, None, lambda r: r.reward * 2, 2), why)
 
 
 def test_a_host_may_give_the_tokens_of_those_rows_only_that_select_left():
@@ -478,6 +481,7 @@ def test_what_shape_changes_comes_back_in_the_order_of_all_rows_and_tokens():
     def shape(r, t):
         return Shape(
             advantages=t.advantages * 2 + t.position,
+            row_factor=[2.0, 9.0, -1.0],
             keep_rows=torch.tensor([True, False, True]),
             keep_tokens=t.position == 0,
             old_logprobs=-t.row - 0.5,
@@ -491,10 +495,10 @@ def test_what_shape_changes_comes_back_in_the_order_of_all_rows_and_tokens():
         shape=shape,
     )
     d = run([m], rollouts)
-    assert d.advantages.tolist() == [2.0, 0, 0, 0, 6.0, 0]
+    assert d.advantages.tolist() == [4.0, 0, 0, 0, -6.0, 0]
     assert d.trained.tolist() == [True, False, False, True]
     assert d.keep_tokens.tolist() == [True, False, False, False, True, False]
-    assert d.row_advantages.tolist() == [2.0, 0.0, 0.0, 6.0] and d.uniform
+    assert d.row_advantages.tolist() == [4.0, 0.0, 0.0, -6.0] and d.uniform
     assert d.old_logprobs.tolist() == [-0.5, -1.5, -1.5, 0.0, -2.5, -2.5] and d.old_logprobs.dtype == torch.float32
     assert d.row_columns["weight"].tolist() == [4.0, 1.0, 0.0, 3.0] and d.row_columns["flag"].dtype == torch.bool
     assert d.token_columns["place"].tolist() == [0, 0, 1, 0, 0, 1] and d.token_columns["place"].dtype == torch.int64
@@ -737,6 +741,9 @@ ILLEGAL = {
         (Shape(advantages=torch.ones(2)), "`advantages` needs one entry per token (3), it has (2,)"),
         (Shape(advantages=torch.tensor([1.0, NAN, 0.0])), "`advantages` has values that are not finite"),
         (Shape(advantages=[1.0, "b", 0.0]), "`advantages` must be a tensor"),
+        (Shape(row_factor=torch.ones(3)), "`row_factor` needs one entry per row (2), it has (3,)"),
+        (Shape(row_factor=[1.0, NAN]), "`row_factor` has values that are not finite"),
+        (Shape(advantages=[1e9, 0, 0], row_factor=[1e9, 1.0]), "`row_factor` times advantage has values"),
         (Shape(old_logprobs=torch.tensor([-1.0, -INF, 0.0])), "`old_logprobs` has values that are not finite"),
         (Shape(old_logprobs=torch.ones(2)), "`old_logprobs` needs one entry per token (3)"),
         (Shape(keep_rows=torch.ones(3, dtype=torch.bool)), "`keep_rows` needs one entry per row (2), it has (3,)"),
@@ -767,11 +774,11 @@ def test_plain_lists_and_numpy_are_legal_answers():
         rewards=lambda r: np.array([1, 2]),
         select=lambda r: [True, True],
         advantages=lambda r: [1, -1],
-        shape=lambda r, t: Shape(keep_tokens=[True, False, True], row_columns={"x": [1, 2]}),
+        shape=lambda r, t: Shape(keep_tokens=[True, False, True], row_factor=[1, 3], row_columns={"x": [1, 2]}),
     )
     d = run([m], TWO)
     assert d.rollouts.reward.tolist() == [1.0, 2.0] and d.rollouts.reward.dtype == torch.float64
-    assert d.advantages.tolist() == [1.0, 0.0, -1.0] and d.row_columns["x"].tolist() == [1, 2]
+    assert d.advantages.tolist() == [1.0, 0.0, -3.0] and d.row_columns["x"].tolist() == [1, 2]
 
 
 def test_row_order_changes_no_decision():
