@@ -546,6 +546,10 @@ def test_what_is_decoded_for_nothing_is_counted() -> None:
     engine = engine_of(model)
     rows_of(latr(**SMALL | {"decode_ahead": 5}), prompt_of((1,), 2, 10), engine)
     assert [r.max_tokens for r in engine.requests] == [5, 4, 5, 5] and engine.batches == 3
+    # the least where nothing is decoded ahead: a batch for each place of the tree
+    engine = engine_of(model)
+    rows_of(latr(**SMALL | {"decode_ahead": 1}), prompt_of((1,), 2, 10), engine)
+    assert engine.decoded == 19 and engine.batches == 10
 
 
 # ---- tokens of the tree that are sampled

@@ -55,7 +55,9 @@ class LatrParams(MethodParams):
         0.05, "decrease of that share over the length of a completion", ge=0, le=1, only_if={"stop_when_full": True}
     )
     max_tree_tokens: int | None = param(512, "largest length of the tree, in tokens; none: the completion length", ge=1)
-    decode_ahead: int = param(16, "number of tokens per request; it changes the cost and not the tree", ge=1)
+    decode_ahead: int = param(
+        16, "number of tokens per request; it changes the cost and not the tree: 1 asks the engine at every token", ge=1
+    )
 
     def check(self) -> None:
         if len(self.eta) != len(self.eta_steps) or not self.eta:
