@@ -1,10 +1,11 @@
-"""Runs a module as `python -m` does, with Ray workers that are forks of one process that has imported the libraries.
+"""Processes that are forks of one that has imported the libraries.
 
 Each of a run's dozen processes imports torch, transformers and others, which takes eight seconds of CPU. verl and what
 is ours, which each of them still imports by itself, take half a second.
 
-    python forked.py -m MODULE ARGUMENT...           the driver
-    python forked.py .../default_worker.py ...       a worker: what Ray starts for `runtime_env.py_executable`
+    python forked.py -m MODULE ARGUMENT...      as `python -m`, and forks itself before, so that there is one to fork
+    python forked.py SCRIPT ARGUMENT...         as `python SCRIPT`, in a fork of that: as Ray starts workers
+    python forked.py                            only the one to fork, until the standard input ends
 
 Linux only. The environment variable `MARK` tells runs apart.
 """
@@ -70,7 +71,7 @@ def ask() -> None:
 
 
 def main() -> None:
-    if sys.argv[1] != "-m":
+    if sys.argv[1:] and sys.argv[1] != "-m":
         return ask()
     import ctypes
     import importlib
@@ -94,6 +95,10 @@ def main() -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
         return None
     listener.close()
+    if not sys.argv[1:]:
+        print("ready", flush=True)
+        sys.stdin.read()
+        return None
     del sys.argv[0:2]
     runpy._run_module_as_main(sys.argv[0])
     return None

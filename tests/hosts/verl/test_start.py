@@ -7,12 +7,16 @@ import os
 import subprocess
 import sys
 import textwrap
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import MARK
 from messages import raises
 from omegaconf import OmegaConf
+from runs import FORKED
 from waiting import NEVER
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trl"))
@@ -417,12 +421,27 @@ def test_untested_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- the plugin in processes of its own
 
 
-def python(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
+@pytest.fixture(scope="module")
+def libraries() -> Iterator[dict[str, str]]:
+    """A process that has imported the libraries; the environment that names it."""
+    if len(FORKED) == 1:
+        yield {}
+        return
+    mark = {MARK: uuid.uuid4().hex}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(FORKED, env={**os.environ, "HF_HUB_OFFLINE": "1", **mark}, **pipes) as process:
+        assert process.stdout.readline() == b"ready\n"
+        yield mark
+        process.stdin.close()
+
+
+def python(code: str, folder: Path, libraries: dict[str, str], **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", **libraries, **environment}
     for name in {"VERL_PLATFORM", "RL_PLUGINS_METHODS"} - set(environment):
         env.pop(name, None)
+    (folder / "code.py").write_text(textwrap.dedent(code))
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
+        [*FORKED, "code.py"],
         capture_output=True,
         text=True,
         env=env,
@@ -432,7 +451,7 @@ def python(code: str, folder: Path, **environment: str) -> subprocess.CompletedP
 
 
 @pytest.mark.host
-def test_the_plugin_is_cheap_and_leaves_verl_alone(tmp_path: Path) -> None:
+def test_the_plugin_is_cheap_and_leaves_verl_alone(tmp_path: Path, libraries: dict[str, str]) -> None:
     """Without methods: no module of the adapter but the two small ones, verl's own trainers as they are."""
     done = python(
         """
@@ -467,12 +486,13 @@ def test_the_plugin_is_cheap_and_leaves_verl_alone(tmp_path: Path) -> None:
         print("fine")
         """,
         tmp_path,
+        libraries,
     )
     assert done.stdout.endswith("fine\n"), done.stderr[-3000:]
 
 
 @pytest.mark.host
-def test_a_name_that_is_taken_is_an_error(tmp_path: Path) -> None:
+def test_a_name_that_is_taken_is_an_error(tmp_path: Path, libraries: dict[str, str]) -> None:
     done = python(
         """
         import verl
@@ -484,6 +504,7 @@ def test_a_name_that_is_taken_is_an_error(tmp_path: Path) -> None:
         import verl.trainer.ppo.v1
         """,
         tmp_path,
+        libraries,
     )
     assert "Trainer name 'rl_plugins_sync' is already registered to Other" in done.stderr
     done = python(
@@ -497,12 +518,13 @@ def test_a_name_that_is_taken_is_an_error(tmp_path: Path) -> None:
         import verl.experimental.agent_loop
         """,
         tmp_path,
+        libraries,
     )
     assert "ConfigError: The agent loop `rl_plugins_planned` is registered in verl by" in done.stderr
 
 
 @pytest.mark.host
-def test_a_plugin_that_fails_is_loud(tmp_path: Path) -> None:
+def test_a_plugin_that_fails_is_loud(tmp_path: Path, libraries: dict[str, str]) -> None:
     """verl logs it at DEBUG level; we print it, and a run that names methods ends before Ray starts."""
     done = python(
         """
@@ -520,13 +542,14 @@ def test_a_plugin_that_fails_is_loud(tmp_path: Path) -> None:
         validate_config(config, use_reference_policy=False, use_critic=False)
         """,
         tmp_path,
+        libraries,
     )
     assert "[rl-plugins] the verl plugin could not be loaded in process" in done.stderr
     assert "whose verl plugin could not be loaded (OSError: disk on fire)" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.host
-def test_models_are_built_beside_trl_without_its_value_head(tmp_path: Path) -> None:
+def test_models_are_built_beside_trl_without_its_value_head(tmp_path: Path, libraries: dict[str, str]) -> None:
     """verl 0.9.1 asks TRL for a class that TRL 1.16 does not have; stock, every model build ends there. Where no
     methods are named that stays as it is."""
     code = """
@@ -540,14 +563,15 @@ def test_models_are_built_beside_trl_without_its_value_head(tmp_path: Path) -> N
         assert "trl" not in sys.modules
         print("fine")
         """
-    assert python(code, tmp_path, RL_PLUGINS_METHODS="vade").stdout.endswith("fine\n")
-    assert python(code, tmp_path, VERL_PLATFORM="cpu").stdout.endswith("fine\n")
-    for stock in (python(code, tmp_path), python(code, tmp_path, VERL_USE_EXTERNAL_PLUGINS="none")):
-        assert "AutoModelForCausalLMWithValueHead" in stock.stderr and stock.returncode != 0
+    assert python(code, tmp_path, libraries, RL_PLUGINS_METHODS="vade").stdout.endswith("fine\n")
+    assert python(code, tmp_path, libraries, VERL_PLATFORM="cpu").stdout.endswith("fine\n")
+    for more in ({}, {"VERL_USE_EXTERNAL_PLUGINS": "none"}):
+        stock = python(code, tmp_path, libraries, **more)
+        assert "AutoModelForCausalLMWithValueHead" in stock.stderr and "fine" not in stock.stdout
 
 
 @pytest.mark.host
-def test_without_methods_nothing_of_verl_is_changed(tmp_path: Path) -> None:
+def test_without_methods_nothing_of_verl_is_changed(tmp_path: Path, libraries: dict[str, str]) -> None:
     """In a process with the plugin: of all modules it knows, only the guards are wrappers, and they hand on."""
     done = python(
         """
@@ -612,6 +636,7 @@ def test_without_methods_nothing_of_verl_is_changed(tmp_path: Path) -> None:
         print("fine")
         """,
         tmp_path,
+        libraries,
     )
     assert done.stdout.endswith("fine\n"), done.stderr[-3000:]
 
