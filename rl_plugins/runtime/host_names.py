@@ -37,7 +37,7 @@ class Pinned:
                 owner = importlib.import_module(module)
                 owner = getattr(owner, cls) if cls else owner
             except (ImportError, AttributeError) as e:
-                other = getattr(e, "name", None) or module  # a package beside the host that is not installed
+                other = e.name if isinstance(e, ModuleNotFoundError) and e.name else module  # a package beside the host
                 root = module.partition(".")[0]
                 return f"{self.owner} is gone" if other.partition(".")[0] == root else f"{module} needs {other}"
         title = getattr(owner, "__name__", self.owner)

@@ -418,7 +418,7 @@ def _generates_itself(stack: MethodStack, known: KnownRun) -> str:
 
 
 def _continuous_batching(stack: MethodStack, known: KnownRun) -> str:
-    if not getattr(known.args, "use_transformers_continuous_batching", False):
+    if not known.args.use_transformers_continuous_batching:
         return ""
     return (
         "continuous batching of transformers has one limit and no log-probs for all requests. Set "

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 from rl_plugins.runtime.host_names import Change
@@ -234,7 +235,14 @@ CHANGES = (
 
 @contextlib.contextmanager
 def changed(thing: Any, **values: Any) -> Iterator[None]:
-    """An object with other attributes, as long as this lasts."""
+    """An object with other attributes, as long as this lasts.
+
+    Raises:
+        AttributeError: it is a module, and has no such name: nobody would look at what is put there.
+    """
+    gone = [name for name in values if isinstance(thing, ModuleType) and not hasattr(thing, name)]
+    if gone:
+        raise AttributeError(f"{thing.__name__} has no {', '.join(gone)}; see rl_plugins.trl.compat")
     before = {name: vars(thing)[name] for name in values if name in vars(thing)}
     for name, value in values.items():
         setattr(thing, name, value)

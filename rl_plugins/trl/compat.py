@@ -6,7 +6,9 @@ The seams are the small patches in `patches/trl/`. Where the installed TRL has o
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import inspect
 import logging
 import os
 from collections.abc import Iterable
@@ -197,7 +199,16 @@ PINNED = (
         "gradient",
         part=HEAD,
     ),
+    Pinned("trl.trainer.grpo_trainer", "create_model_from_path", ("model_id",), "replaced while a trainer is made"),
     Pinned(_TRAINER, "eos_token_ids", None, "read: tokens that end a completion"),
+    Pinned(_TRAINER, "chat_template", None, "read: the template of contexts that programs make"),
+    Pinned(_TRAINER, "chat_template_kwargs", None, "read with it"),
+    Pinned(_TRAINER, "async_loop", None, "read: where reward functions that are awaited run"),
+    *(
+        Pinned("trl.generation.vllm_generation:VLLMGeneration", name, None, "read: what vLLM's top log-probs are of")
+        for name in ("repetition_penalty", "top_p", "top_k", "min_p", "structured_outputs_regex")
+    ),
+    Pinned("trl:GRPOConfig", "use_transformers_continuous_batching", None, "read: it is refused beside programs"),
     Pinned("trl.trainer.utils", "is_async_callable", ("func",), "called: which reward functions are awaited"),
     Pinned("transformers", "TopHLogitsWarper", None, "the sampler of methods that ask for top-h"),
     Pinned(
@@ -282,6 +293,18 @@ def check_part(part: str) -> None:
     why = missing(part)
     if why:
         raise ConfigError(f"The {part} of rl-plugins cannot run: {why}")
+
+
+@functools.cache  # once in a process
+def fell_back(what: str, why: str) -> None:
+    """Tells that a capability of the host was looked for and is not there, so that something is off or slower."""
+    _log.warning("rl-plugins: %s: %s.", what, why)
+
+
+def cache_argument(model: Any) -> str | None:
+    """The parameter of `forward`, and of `generate`, that takes keys and values; transformers 5.24 renamed it."""
+    given = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in given), None)
 
 
 def _moved(names: Iterable[Pinned], trainer_class: type | None = None) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import copy
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from rl_plugins.trl.compat import cache_argument, fell_back
 
 PASS = 1024
 """Positions that are read in the time of a call of its own. By a fit to CPU times it is 230 for a model of 78,272
@@ -89,7 +90,10 @@ class ContextCache:
     ) -> Tensor:
         """`host`, the `generate` of `model`, with everything that is known handed to it."""
         self.positions += int(attention_mask.sum())
-        if not self.limit or not _can_reuse(model, generation_config, kwargs):
+        why = self.limit and no_reuse(model, generation_config, kwargs)
+        if why:
+            fell_back("keys and values of contexts are not kept (rollout_cache_gb has no effect)", why)
+        if why or not self.limit:
             self.read += int(attention_mask.sum())
             return host(
                 generation_config=generation_config, input_ids=input_ids, attention_mask=attention_mask, **kwargs
@@ -97,7 +101,7 @@ class ContextCache:
 
         def call(config: Any, rows: Sequence[int], known: Sequence[_Known], **kwargs: Any) -> Tensor:
             cache = DynamicCache(config=model.config)
-            return self._generate(host, cache, config, input_ids[rows], attention_mask[rows], known, **kwargs)
+            return self._generate(host, model, cache, config, input_ids[rows], attention_mask[rows], known, **kwargs)
 
         contexts = [_key(ids[mask]) for ids, mask in zip(_array(input_ids), _array(attention_mask) > 0, strict=True)]
         known = [self._find(c) for c in contexts]
@@ -121,6 +125,7 @@ class ContextCache:
     def _generate(
         self,
         host: Callable[..., Tensor],
+        model: Any,
         cache: DynamicCache,
         config: Any,
         input_ids: Tensor,
@@ -138,7 +143,7 @@ class ContextCache:
             generation_config=config,
             input_ids=input_ids,
             attention_mask=attention_mask,
-            past_key_values=cache,
+            **{str(cache_argument(_inside(model))): cache},
             **kwargs,
         )
         self._keep(cache, width - lengths, output)
@@ -215,33 +220,39 @@ class ContextCache:
             cache.update(*pair, number)
 
 
-def _can_reuse(model: Any, config: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether keys and values are all there is to a context, stay what they are when it grows, and are kept row by row.
-    Not so: sliding windows, recurrent layers, RoPE that depends on the length, images, prompt tuning, and caches that
-    are quantized, static or off. What `config` leaves open is the model's own, as in `generate`."""
+def no_reuse(model: Any, config: Any, kwargs: dict[str, Any]) -> str:
+    """Why keys and values cannot be kept; empty if they can: they are all there is to a context, stay what they are
+    when it grows, and are kept row by row. What `config` leaves open is the model's own, as in `generate`."""
 
     def option(name: str) -> Any:
         value = getattr(config, name, None)
         return getattr(model.generation_config, name, None) if value is None else value
 
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
     rope = getattr(model.config, "rope_parameters", None) or {}
     kinds = [r.get("rope_type") or "" for r in (rope, *rope.values()) if isinstance(r, dict)]
-    return not (
-        option("use_cache") is False
-        or option("cache_implementation") is not None
-        or option("prefill_chunk_size") is not None
-        or (option("num_beams") or 1) != 1
-        or model.config.is_encoder_decoder
-        or model.config.get_text_config(decoder=True) is not model.config  # a model that sees images
-        or model.config.model_type in KEEPS_MORE
-        or not getattr(model, "_supports_default_dynamic_cache", lambda: False)()
-        or "past_key_values" not in inspect.signature(base.forward).parameters
-        or getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
-        or any("dynamic" in k or k == "longrope" for k in kinds)
-        or any(isinstance(v, Tensor) for v in kwargs.values())
-        or any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.config).layers)
-    )
+    reasons = {
+        "use_cache is off": option("use_cache") is False,
+        "cache_implementation is set": option("cache_implementation") is not None,
+        "prefill_chunk_size is set": option("prefill_chunk_size") is not None,
+        "num_beams is above 1": (option("num_beams") or 1) != 1,
+        "the model has an encoder": model.config.is_encoder_decoder,
+        "the model sees images": model.config.get_text_config(decoder=True) is not model.config,
+        f"{model.config.model_type} keeps more than keys and values": model.config.model_type in KEEPS_MORE,
+        "transformers makes no dynamic cache for the model": not model._supports_default_dynamic_cache(),
+        "`forward` of the model takes no cache": cache_argument(_inside(model)) is None,
+        "PEFT learns a prompt": getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False),
+        "RoPE depends on the length": any("dynamic" in k or k == "longrope" for k in kinds),
+        "the rows have more than tokens": any(isinstance(v, Tensor) for v in kwargs.values()),
+    }
+    found = [why for why, applies in reasons.items() if applies]
+    if not found and any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.config).layers):
+        found = ["layers slide or are recurrent"]
+    return ", ".join(found)
+
+
+def _inside(model: Any) -> Any:
+    """The model that PEFT wraps, or the model."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def _one_token(config: Any) -> Any:

@@ -24,10 +24,10 @@ def engine_counted(trainer: Trainer) -> Iterator[None]:
         thing, names = trainer.vllm_generation, {"generate": _vllm}
     else:
         thing = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-        names = {"generate": _transformers, "generate_batch": _continuous}
-    wrapped = {
-        n: wrap(getattr(thing, n), meter, trainer.eos_token_ids) for n, wrap in names.items() if hasattr(thing, n)
-    }
+        names = {"generate": _transformers}
+        if trainer.args.use_transformers_continuous_batching:
+            names["generate_batch"] = _continuous
+    wrapped = {n: wrap(getattr(thing, n), meter, trainer.eos_token_ids) for n, wrap in names.items()}
     with contextlib.ExitStack() as stack:
         stack.enter_context(changed(thing, **wrapped))
         if trainer.rollout_func is not None:

@@ -26,6 +26,7 @@ from rl_plugins.kit.masked import decode, step_weights, trajectory_logprobs
 from rl_plugins.runtime.preflight import HostCapabilities
 from rl_plugins.trl.capabilities import KnownRun
 from rl_plugins.trl.changes import changed
+from rl_plugins.trl.compat import HEAD, missing
 from rl_plugins.trl.generation import costs
 from rl_plugins.trl.host import HostBatch
 from rl_plugins.trl.masked.capabilities import masked_capabilities, problems_of
@@ -93,9 +94,11 @@ class MaskedTrainer(HostTrainer):  # type: ignore[misc]
         if not isinstance(given.get("model"), str):
             _with_generation_config(given["model"])
         load = grpo_trainer.create_model_from_path
+        # the fused head computes shifted log-probs
+        head = {} if missing(HEAD) else {"add_fused_lm_head": lambda *model, **options: None}
         with changed(
             grpo_trainer,
-            add_fused_lm_head=lambda *model, **options: None,  # it computes shifted log-probs
+            **head,
             create_model_from_path=lambda *path, **options: _with_generation_config(load(*path, **options)),
         ):
             super().__init__(*args, **kwargs)

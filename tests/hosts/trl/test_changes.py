@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from messages import raises
+from trl import GRPOTrainer as HostTrainer
+from trl.trainer import grpo_trainer
 
 from rl_plugins.runtime.host_names import Pinned
+from rl_plugins.trl.changes import changed
+from rl_plugins.trl.host import _FORWARD_KEYS
 
 ROOT = Path(__file__).parents[3]
 
@@ -33,6 +38,21 @@ def test_pinned_names_that_moved():
         Pinned(trainer, "_generate", (), ""): "",
     }
     assert {p: p.moved() for p in told} == told
+
+
+def test_what_is_put_in_the_place_of_nothing():
+    """A module of a host that lost a name: nobody would look at what is put there (seen: the fused head, TRL 1.14)."""
+    with pytest.raises(AttributeError, match="grpo_trainer has no no_such_name"):  # noqa: SIM117
+        with changed(grpo_trainer, no_such_name=None):
+            pass
+
+
+def test_all_that_the_log_probs_take_is_handed_to_them():
+    """A key of TRL's batch that we do not know would be left out of every pass of ours."""
+    own = getattr(HostTrainer, "_full_logits_logps", HostTrainer._get_per_token_logps_and_entropies)  # 1.14
+    given = {"self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"}
+    given |= {"compute_entropy", "compute_aux_loss"}
+    assert set(inspect.signature(own).parameters) - given <= set(_FORWARD_KEYS)
 
 
 UNTOUCHED = """

@@ -27,7 +27,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rl_plugins.trl.generation.context_cache import ContextCache
+from rl_plugins.trl.compat import cache_argument, fell_back
+from rl_plugins.trl.generation.context_cache import ContextCache, no_reuse
 
 SIZE = dict(vocab_size=23, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
 SMALL_EYES = dict(depth=1, embed_dim=8, hidden_size=16, num_heads=2, mlp_ratio=2)
@@ -221,13 +222,13 @@ def test_a_rank_that_is_done_before_the_others():
     """With shared parameters it goes on with passes, whose positions are nothing it generated."""
     model = build("qwen3")
     plain, ours = both(model, more_passes=False)
-    host = model.generate
+    host, name = model.generate, cache_argument(model)
 
     def synced(**kwargs):
         out = host(**kwargs)
         more = torch.cat([kwargs["attention_mask"], torch.ones(len(out), out.size(1) - kwargs["input_ids"].size(1))], 1)
         for _ in range(3):
-            model(input_ids=out[:, -1:], attention_mask=more, past_key_values=kwargs["past_key_values"], use_cache=True)
+            model(input_ids=out[:, -1:], attention_mask=more, use_cache=True, **{name: kwargs[name]})
             more = torch.cat([more, more[:, -1:]], 1)
         return out
 
@@ -254,13 +255,26 @@ def test_what_nobody_uses_goes():
 
 
 @pytest.mark.parametrize("family", ["sliding", "dynamic", "images", "gpt"])
-def test_models_that_read_whole_contexts(family):
+def test_models_that_read_whole_contexts(family, caplog):
+    """The run says so, once."""
+    fell_back.cache_clear()
     model = build(family)
     plain, ours = both(model)
     for contexts in ([[3] * 90] * 8, [[3] * 92] * 4):
         equal(plain, ours, contexts, 3)
     assert ours.positions == plain.positions and not ours.cache._kept
     assert ours.cache.read == ours.cache.positions == 720 + 368
+    assert caplog.text.count("rollout_cache_gb has no effect") == 1
+
+
+def test_a_model_whose_forward_takes_no_cache(caplog):
+    """transformers 5.24 calls the parameter `cache`; one more name would be told."""
+    fell_back.cache_clear()
+    model = build("qwen3")
+    assert no_reuse(model, model.generation_config, {}) == "" and cache_argument(model) in ("cache", "past_key_values")
+    model.forward = lambda input_ids, kept_states=None: None
+    ContextCache(10**9).generate(dict, model, GenerationConfig(), torch.ones(1, 2).long(), torch.ones(1, 2).long())
+    assert "`forward` of the model takes no cache" in caplog.text
 
 
 OWN = [("use_cache", False), ("cache_implementation", "static"), ("prefill_chunk_size", 32), ("num_beams", 2)]
@@ -292,7 +306,7 @@ def test_what_comes_with_the_tokens():
         (get_peft_model(build("qwen3"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)), {}),
     ):
         seen = ContextCache(10**9).generate(dict, model, GenerationConfig(), ids, mask, **more)
-        assert "past_key_values" not in seen and set(more) < set(seen)
+        assert cache_argument(build("qwen3")) not in seen and set(more) < set(seen)
 
 
 def test_a_model_that_recomputes_activations_leaves_nothing():
