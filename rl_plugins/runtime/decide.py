@@ -311,14 +311,21 @@ def _advantages(
             return m.name, values[within.turn]
         return m.name, values if within is None else values[within.row]
     if isinstance(host, Tensor):
-        return "host", _zero_unless(scored if within is None else scored[within.row], host.double())
+        return "host", _zero_unless(scored, host.double(), None if within is None else within.row)
     values = _zero_unless(scored, estimator(inside))
     return "rl_plugins" if host is None else "host", values if within is None else values[within.row]
 
 
-def _zero_unless(scored: Tensor, values: Tensor) -> Tensor:
-    """A host's NaN is an advantage it could not make."""
-    return torch.where(scored & ~torch.isnan(values), values, 0.0)
+def _zero_unless(scored: Tensor, values: Tensor, row: Tensor | None = None) -> Tensor:
+    """Advantages, 0 where a row has no reward; a host's NaN is an advantage it could not make.
+
+    Args:
+        scored: (rows,) bool. values: (rows,), or (tokens,) with the `row` of each.
+    """
+    missing = torch.isnan(values)
+    if not bool(scored.all()):
+        missing |= ~scored if row is None else ~scored[row]
+    return values.masked_fill(missing, 0.0) if bool(missing.any()) else values
 
 
 class _Unasked:
@@ -437,7 +444,9 @@ class _Shaping:
     @cached_property
     def left(self) -> Tensor:
         """(rows,) tokens of each row that stay, when all hooks have run."""
-        return self.rollouts.length if self.tokens is None else self.of_row.sum(self.tokens.keep.double())
+        if self.tokens is None:
+            return self.rollouts.length
+        return self.of_row.size if bool(self.tokens.keep.all()) else self.of_row.sum(self.tokens.keep.double())
 
     @cached_property
     def stays(self) -> Tensor:
@@ -517,16 +526,21 @@ def _decision_by_tokens(
         source: who made the advantages.
     """
     kept, tokens_back = selection.rollouts.kept, places.back
-    of_row, live = shaping.of_row, torch.where(within.keep, within.advantages, torch.nan)
+    live, of_row, values = within.keep, shaping.of_row, within.advantages  # the last two: of the tokens that stay
+    whole = bool(live.all())
+    if not whole:
+        values, of_row = values[live], Groups(within.row[live], count=len(shaping.rollouts))
+    lowest = of_row.min(values)
+    uniform = not bool((of_row.max(values) > lowest).any())
     old = within.old_logprobs if shaping.new_old_logprobs else None
     return Decision(
         rollouts=selection.rollouts,
         stays=_back(shaping.stays, kept),
         trained=_back(shaping.left > 0, kept),
-        keep_tokens=tokens_back(within.keep),
-        advantages=tokens_back(torch.where(within.keep, within.advantages, 0.0)),
-        row_advantages=_back(torch.nan_to_num(of_row.mean(live), nan=0.0), kept),
-        uniform=not bool((of_row.max(live) > of_row.min(live)).any()),
+        keep_tokens=tokens_back(live),
+        advantages=tokens_back(within.advantages if whole else torch.where(live, within.advantages, 0.0)),
+        row_advantages=_back(torch.nan_to_num(lowest if uniform else of_row.mean(values), nan=0.0), kept),
+        uniform=uniform,
         old_logprobs=None if old is None else tokens_back(old),
         row_columns={k: _back(v, kept) for k, v in shaping.row_columns.items()},
         token_columns={k: tokens_back(v) for k, v in shaping.token_columns.items()},

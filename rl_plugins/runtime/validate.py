@@ -91,9 +91,14 @@ def mask(m: Method, hook: str, what: str, value: object, n: int, kind: str) -> T
 def finite(m: Method, hook: str, what: str, value: object, n: int, kind: str) -> Tensor:
     """(n,) without NaN, infinity, and what is infinite in float32."""
     given = numbers(m, hook, what, value, n, kind)
-    if not bool((given.double().abs() <= LARGEST_FLOAT32).all()):
+    if not _within(given, LARGEST_FLOAT32):
         raise invalid_return(m, hook, f"{what} has values that are not finite, or beyond what float32 holds.")
     return given
+
+
+def _within(values: Tensor, largest: float) -> bool:
+    """Whether every number is one, and not beyond that; NaN is the smallest and the largest of numbers with a NaN."""
+    return not len(values) or all(abs(end.item()) <= largest for end in torch.aminmax(values))
 
 
 # ---- rewards and advantages
@@ -102,7 +107,7 @@ def finite(m: Method, hook: str, what: str, value: object, n: int, kind: str) ->
 def bounded(m: Method, hook: str, what: str, value: object, n: int, kind: str) -> Tensor:
     """(n,) float64, without NaN, infinity, and what is too large for statistics in float32."""
     given = numbers(m, hook, what, value, n, kind).double()
-    if not bool((given.abs() <= LARGEST).all()):
+    if not _within(given, LARGEST):
         raise invalid_return(m, hook, f"{what} has values that are not finite, or beyond {LARGEST:g}.")
     return given
 

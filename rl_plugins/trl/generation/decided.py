@@ -63,7 +63,7 @@ def local_decisions(decision: Decision, rows_per_rank: Sequence[int], batch_rows
     only_rows, keep = True, decision.keep_tokens
     if keep is not None:
         # a row that stays but for some tokens has fewer than its length; a row that left has none
-        only_rows, num_tokens = int(keep.sum()) == num_tokens, int(keep.sum())
+        only_rows, num_tokens = num_tokens == (found := int(torch.count_nonzero(keep))), found
     staying = int(decision.stays.sum())
     complete = only_rows and staying == n == batch_rows
 

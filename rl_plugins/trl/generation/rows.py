@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.core.groups import places
+from rl_plugins.core.groups import places, spread
 from rl_plugins.core.requests import ORIGIN, Kind, Turn
 from rl_plugins.core.rollouts import Jagged, Rollouts, TokenIds, Tokens, weighted_reward
 from rl_plugins.runtime.preflight import no_row_has
@@ -311,20 +311,23 @@ def _tokens_of(lengths: Sequence[Tensor], parts: Sequence[LocalTokens], now: int
     if not parts:
         return None
     length = torch.cat(list(lengths))
-    row = torch.repeat_interleave(torch.arange(len(length)), length)
+    row = spread(torch.arange(len(length)), length)
     counts = [int(n.sum()) for n in lengths]
 
-    def joined(given: Sequence[Tensor | None], missing: Callable[[int, Tensor], Tensor]) -> Tensor:
-        return torch.cat([missing(k, lengths[k]) if x is None else x for k, x in enumerate(given)])
+    def joined(given: Sequence[Tensor | None], missing: Callable[[int], Tensor]) -> Tensor | None:
+        if all(x is None for x in given):
+            return None
+        return torch.cat([missing(k) if x is None else x for k, x in enumerate(given)])
 
-    some = any(p.version is not None for p in parts)
+    position = joined([p.position for p in parts], lambda k: places(lengths[k]).int())
+    forced = joined([p.forced for p in parts], lambda k: torch.zeros(counts[k], dtype=torch.bool))
     return Tokens(
         row=row,
-        position=joined([p.position for p in parts], lambda _, n: places(n)).long(),
-        advantages=torch.zeros(len(row), dtype=torch.float64),
+        position=places(length) if position is None else position.long(),
+        advantages=torch.zeros(1, dtype=torch.float64).expand(len(row)),  # there are none yet
         keep=torch.ones(len(row), dtype=torch.bool),
-        forced=joined([p.forced for p in parts], lambda k, _: torch.zeros(counts[k], dtype=torch.bool)),
-        version=joined([p.version for p in parts], lambda k, _: torch.full((counts[k],), now)) if some else None,
+        forced=torch.zeros(len(row), dtype=torch.bool) if forced is None else forced,
+        version=joined([p.version for p in parts], lambda k: torch.full((counts[k],), now)),
         **{name: torch.cat([p.columns[name] for p in parts]) for name in parts[0].columns},
     )
 
