@@ -29,7 +29,8 @@ from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import HOOKS, Bundle
 from rl_plugins.runtime import registry, report
 from rl_plugins.runtime.stack import build_stack
-from rl_plugins.verl import capabilities, compat, doctor, start
+from rl_plugins.verl import capabilities, compat, doctor, host_config, start
+from rl_plugins.verl.capabilities import Reader
 from rl_plugins.verl.config import Settings, compose, read_settings
 from rl_plugins.verl.offline import run_of_words
 
@@ -351,6 +352,49 @@ def test_what_cannot_take_effect_is_a_problem(changes, problem):
 def test_what_verl_would_refuse_later_or_never_read_is_a_problem(changes, words):
     said = problems(examine(*RUN, *changes, status=1))
     assert all(word in said for word in words)
+
+
+MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+ROWS = {
+    "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 6, "use_dynamic_bsz": False}, "rollout": {"n": 2}},
+    "trainer": {"nnodes": 2, "n_gpus_per_node": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (f"{MICRO}=3", []),  # 6 prompts of 2 rollouts over 4 devices
+        (f"{MICRO}=4", ["has 3 rows per device"]),
+        (f"{MICRO}=4 actor_rollout_ref.actor.use_dynamic_bsz=true", []),
+        (f"{MICRO}=4 actor_rollout_ref.actor.ppo_mini_batch_size=null", []),
+        (f"{MICRO}=4 trainer.nnodes=0", []),
+        *((f"{old}=x", [f"Write {new}."]) for old, new in host_config.OLD_KEYS.items() if "." in old),
+        (
+            "reward_model.enable=true reward_model.other=null",
+            ["reward_model.enable", "Write reward.reward_model.enable."],
+        ),
+        (
+            "custom_reward_function.path=a custom_reward_function.name=b",
+            ["reward.custom_reward_function.path", "_function.name"],
+        ),
+        ("sandbox_fusion.url=x", ["reward.sandbox_fusion.url"]),
+    ],
+)
+def test_rules_of_verl_stop_where_they_should(change, told):
+    config = OmegaConf.merge(OmegaConf.create(ROWS), OmegaConf.from_dotlist(change.split()))
+    said = "\n".join(host_config.problems(Reader(config), Path("nowhere")))
+    assert bool(said) == bool(told) and all(words in said for words in told)
+
+
+@pytest.mark.parametrize("source", ["importlib", "register"])
+def test_a_manager_that_is_imported_is_no_name_of_verl(source, tmp_path):
+    managers = tmp_path / "experimental/reward_loop/reward_manager"
+    managers.mkdir(parents=True)
+    (managers / "one.py").write_text('@register("naive")\nclass Naive: ...\n')
+    config = OmegaConf.create({"reward": {"reward_manager": {"name": "mine", "source": source}}})
+    said = list(host_config.problems(Reader(config), tmp_path))
+    assert said == [] if source == "importlib" else "naive" in said[0]
 
 
 def test_a_reward_under_its_old_key_stops_the_audit_and_the_run(tmp_path):

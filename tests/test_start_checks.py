@@ -50,6 +50,8 @@ CASES = {
     "scope has one step": ("scope", {"prm": JUDGE, "min_step": 16}, longest(16), longest(17)),
     "blocks of ass": ("ass", {"blocks": 17}, longest(16), longest(17)),
     "steps of sol_rl_explore": ("sol_rl_explore", {"steps": 9}, longest(8), longest(9)),
+    # hosts without a masked policy
+    **{f"{name} in verl": (name, {}, {"host": "verl"}, {}) for name in ("ass", "eoser", "cj_grpo")},
     # rollouts and the group size
     "aepo_rollout begins all": ("aepo_rollout", {"initial_rollouts": 8}, group(8), group(9)),
     "arrol keeps all": ("arrol", {"min_keep": 4, "detect_tokens": 2}, group(4), group(5)),
