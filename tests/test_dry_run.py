@@ -160,6 +160,7 @@ def test_what_no_machine_would_run_is_told_once(name):
 
 
 PATH = "/no/such/folder"
+ATTENTION = {"attn_implementation": "eager", "model_name_or_path": "/"}
 OF_8_BITS = {"optim": OptimizerNames("adamw_8bit")}
 MISSING = {
     "vLLM": ("vllm", {"args": {"use_vllm": True}}),
@@ -173,21 +174,23 @@ MISSING = {
     "a reward model": ("reward_model_name_or_path", {"script": {"reward_model_name_or_path": PATH}}),
     "a folder beside": ("model_name_or_path", {"model": {"model_name_or_path": "./nowhere"}}),
     "a checkpoint": ("resume_from_checkpoint", {"args": {"resume_from_checkpoint": PATH}}),
-    "an optimizer": ("bitsandbytes", {"args": OF_8_BITS}),
+    "an optimizer": ("adamw_8bit", {"args": OF_8_BITS}),
 }
 
 
 @pytest.mark.parametrize("name", MISSING)
 def test_what_this_machine_has_not_is_told_once(name, monkeypatch):
-    """As if it had no package that is asked for."""
+    """As if it had no package that is asked for, and then as if it had all of them."""
     found = importlib.util.find_spec
     absent = {module for _, _, module, _ in host_config.PACKAGES}
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name in absent else found(name, *rest))
     word, bad = MISSING[name]
     (told,) = host_config.missing(config(**bad))
     assert word in told
-    good = {"args": {"resume_from_checkpoint": "true", "report_to": "none"}, "model": {"attn_implementation": "eager"}}
-    assert list(host_config.missing(config(**good))) == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: name in absent or found(name, *rest))
+    for checkpoint in ("true", "/"):
+        there = bad if word in absent else {"args": {"resume_from_checkpoint": checkpoint}, "model": ATTENTION}
+        assert list(host_config.missing(config(**there))) == []
 
 
 def test_each_rule_is_in_the_table():
