@@ -13,7 +13,7 @@ export OMP_NUM_THREADS = 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test lint docs site mutants test-patches test-vllm test-deepspeed test-browser test-site test-long test-gpu gpu-bundle test-versions clean
+.PHONY: demo test lint docs site mutants test-patches test-vllm test-deepspeed test-browser test-site test-long test-gpu gpu-bundle test-versions canary clean
 
 demo: .venv/ready-demo
 	.venv/bin/rl-plugins demo $(DEMO)
@@ -115,6 +115,12 @@ test-browser: .venv/ready-test
 # Sets and suites: tests/versions/environments.toml. What passed goes into README by `make docs`.
 test-versions: .venv/ready-test
 	.venv/bin/python tests/versions/run.py --remove $(ENVIRONMENTS)
+
+# The adapters against source trees of the hosts: make canary TRL=~/trl VERL=~/verl
+canary: .venv/ready-test
+	@test -n "$(TRL)$(VERL)" || { echo "Name a checkout: make canary TRL=/path/to/trl, or VERL=/path/to/verl"; exit 1; }
+	$(if $(TRL),.venv/bin/python tests/versions/canary.py trl $(TRL) $(TESTS))
+	$(if $(VERL),.venv/bin/python tests/versions/canary.py verl $(VERL) $(TESTS))
 
 clean:
 	rm -rf .venv .venv-vllm .venv-deepspeed .venv-mutation demo-results compare-results evidence-results build *.egg-info

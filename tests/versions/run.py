@@ -11,7 +11,7 @@ An environment of environments.toml has these keys:
     base        whether the other versions are those of constraints.txt
     resolution  which version of a package is taken: "highest" or "lowest-direct"
     tools       what the tests need
-    tests       arguments of pytest
+    tests       files or folders, by name if they are under tests/
     variables   of the environment of the tests (optional)
 The registry and other settings are those of uv: UV_INDEX, UV_FIND_LINKS, UV_TORCH_BACKEND. What passed is noted in
 rl_plugins/runtime/tested/NAME.json: the doctor reads it, and `make docs` makes the table in README of it.
@@ -79,8 +79,9 @@ def pin(name: str, wanted: dict[str, Any]) -> None:
     extras = [part for extra in wanted["extras"] for part in ("--extra", extra)]
     target = HERE / "pins" / f"{name}.txt"
     target.unlink(missing_ok=True)  # uv would keep what it says
+    here = [part for file in os.environ.get("UV_CONSTRAINT", "").split() for part in ("--constraints", file)]
     uv(
-        *("pip", "compile", "pyproject.toml", "-", *extras, "--constraints", base, "--output-file", target),
+        *("pip", "compile", "pyproject.toml", "-", *extras, "--constraints", base, *here, "--output-file", target),
         *("--resolution", wanted["resolution"], "--python-version", wanted["python"]),
         *("--no-annotate", "--no-header", "--no-emit-index-url", "--no-emit-find-links"),
         given="\n".join([*wanted["requires"], *wanted["tools"]]),
@@ -88,9 +89,13 @@ def pin(name: str, wanted: dict[str, Any]) -> None:
     target.write_text(re.sub(r"\+cpu$", "", target.read_text(), flags=re.M))  # which wheel is taken is not pinned
 
 
-def build(name: str, wanted: dict[str, Any]) -> Path:
-    """The folder of the environment, made if its pins or this package's metadata changed since."""
-    folder, pins = BUILT / name, HERE / "pins" / f"{name}.txt"
+def build(name: str, wanted: dict[str, Any], pinned_as: str = "") -> Path:
+    """The folder of the environment, made if its pins or this package's metadata changed since.
+
+    Args:
+        pinned_as: the environment that has the pins, if it is another one.
+    """
+    folder, pins = BUILT / name, HERE / "pins" / f"{pinned_as or name}.txt"
     stamp = folder / "ready"
     sources = (pins, ROOT / "pyproject.toml")
     if not pins.exists():
@@ -105,7 +110,8 @@ def build(name: str, wanted: dict[str, Any]) -> Path:
 
 def run(folder: Path, wanted: dict[str, Any], arguments: list[str], result: Path | None = None) -> int:
     """Runs pytest in an environment; returns its exit status."""
-    command: list[str | Path] = [folder / "bin" / "python", "-m", "pytest", "-q", "-m", OTHER_TIERS, *arguments]
+    files = [next((str(f) for f in (ROOT / "tests").rglob(a)), a) if a.endswith(".py") else a for a in arguments]
+    command: list[str | Path] = [folder / "bin" / "python", "-m", "pytest", "-q", "-m", OTHER_TIERS, *files]
     if result is not None:
         command.append(f"--junitxml={result}")
     alone = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
