@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,23 +19,25 @@ from rl_plugins.lab.demo.policy import build_tokenizer
 from rl_plugins.trl.generation import batches as module
 
 TREE = {"tau_abs": 0.1, "tau_rel": 0.6, "lookahead": [3], "max_tree_tokens": 5, "decode_ahead": 2}
+AGENTS = {
+    "reward": won,
+    "max_completion_length": 60,
+    "method_params": {"turn_control": {"environment": Walk, "strategy": "unlimited", "turn_tokens": 3}},
+}
 # One method of each kind: its options, and a metric that shows it acted.
 KINDS: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "rows": (["gdpo"], {"reward": [score, length]}, ""),
     "tokens": (["echo_shaping"], {}, "echo_shaping/"),
     "turns": (
         ["turn_control", "gigpo"],
-        {
-            "reward": won,
-            "max_completion_length": 60,
-            "method_params": {"turn_control": {"environment": Walk, "strategy": "unlimited", "turn_tokens": 3}},
-        },
+        AGENTS,
         "gigpo/compared",
     ),
     "program": (["latr"], {"method_params": {"latr": TREE}}, "latr/"),
     "rounds": (["dars"], {"method_params": {"dars": {"n_first": 4, "n_max": 12}}}, "dars/"),
     "queue": (["over_begin"], {"num_generations": 2, "max_completion_length": 60}, ""),
-    "loss": (["aepo_clip", "epo"], {"num_iterations": 2, "learning_rate": 0.05}, "aepo_clip/clipfrac"),
+    "loss": (["aepo_clip"], {"num_iterations": 2}, "aepo_clip/clipfrac"),
+    "regularizer": (["turn_control", "epo"], AGENTS, "epo/"),
 }
 
 
@@ -79,9 +82,10 @@ def large_policy(folder: Path) -> None:
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
-    """Seconds of each optimizer step, generation included, when the device has done it."""
+    """Seconds of each batch, generation and its optimizer steps, when the device has done it."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int = 1) -> None:
+        self.steps = steps  # optimizer steps of a batch
         self.times: list[float] = []
 
     def _look(self) -> None:
@@ -97,5 +101,6 @@ class Clock(TrainerCallback):  # type: ignore[misc]
 
     @property
     def seconds(self) -> list[float]:
-        """Without the first step, in which much is done once."""
-        return [b - a for a, b in zip(self.times[1:-1], self.times[2:], strict=True)]
+        """Without the first batch, in which much is done once."""
+        ends = self.times[:: self.steps]
+        return [b - a for a, b in itertools.pairwise(ends[1:])]

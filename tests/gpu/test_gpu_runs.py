@@ -25,9 +25,7 @@ LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="C
 def test_a_method_of_each_kind_trains_in_bf16(kind: str, tuned: str, device: str, tmp_path: Path, note: Any) -> None:
     methods, options, metric = KINDS[kind]
     more = {"more": LORA} if tuned == "lora" else {}
-    trainer = trainer_on(
-        device, tmp_path, methods, bf16=True, learning_rate=0.05, **SAVING, **more, **_without_rate(options)
-    )
+    trainer = trainer_on(device, tmp_path, methods, bf16=True, learning_rate=0.05, **SAVING, **more, **options)
     before = weights(trainer).clone()
     trainer.train()
     assert next(trainer.model.parameters()).device.type == device
@@ -38,10 +36,6 @@ def test_a_method_of_each_kind_trains_in_bf16(kind: str, tuned: str, device: str
     logged = {k for h in trainer.state.log_history for k in h if k.startswith(metric)}
     assert logged, f"{methods} log what they do"
     note("runs in bf16 with gradient checkpointing", f"{kind} ({', '.join(methods)}), {tuned}", steps=len(losses))
-
-
-def _without_rate(options: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in options.items() if k != "learning_rate"}
 
 
 ROWS: dict[str, dict[str, Any]] = {

@@ -23,16 +23,18 @@ ARMS: dict[str, dict[str, Any]] = {
     "plain (program)": {"methods": ["plain"]},
 }
 READS = ("aten::_local_scalar_dense", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-MICRO_BATCHES, STEPS = 4, 3
+MICRO_BATCHES = 4
+BATCHES = {"cpu": 1, "cuda": 3}  # that are measured
+UPDATES = 2  # optimizer steps of a batch: a clipped loss has nothing to do in the first
 
 
-def run(arm: dict[str, Any], device: str, folder: Path, steps: int, **options: Any) -> tuple[Any, Clock]:
-    clock, more = Clock(), dict(arm)
+def run(arm: dict[str, Any], device: str, folder: Path, batches: int, **options: Any) -> tuple[Any, Clock]:
+    clock = Clock(options.get("num_iterations", UPDATES))
     if device == "cuda" and not (folder / "policy").exists():
         large_policy(folder)
-    options = {"bf16": True, "gradient_accumulation_steps": MICRO_BATCHES, "reward": [score, length]} | options
-    trainer = trainer_on(device, folder, max_steps=steps, callbacks=[clock], **options, **more)
-    return trainer, clock
+    given = {"gradient_accumulation_steps": MICRO_BATCHES, "num_iterations": UPDATES, "reward": [score, length]}
+    given |= {"bf16": True, "max_steps": batches * clock.steps, "callbacks": [clock], **options, **arm}
+    return trainer_on(device, folder, **given), clock
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def test_whole_steps(device: str, folder: Path, note: Any) -> None:
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             fixed = {"generation_kwargs": {"min_new_tokens": tokens}, "max_completion_length": tokens}
-            trainer, clock = run(arm, device, folder, STEPS + 1, **fixed)
+            trainer, clock = run(arm, device, folder, BATCHES[device] + 1, **fixed)
             trainer.train()
             seconds[name] += clock.seconds
             if device == "cuda":
@@ -59,8 +61,8 @@ def test_whole_steps(device: str, folder: Path, note: Any) -> None:
     for name, values in seconds.items():
         middle = statistics.median(values)
         share = 1 - stock / middle
-        note("whole steps", name, **{"s/step, least": min(values), "median": middle, "share of a step": share})
-    assert all(len(values) == STEPS * rounds for values in seconds.values())
+        note("whole steps", name, **{"s/batch, least": min(values), "median": middle, "share added": share})
+    assert all(len(values) == BATCHES[device] * rounds for values in seconds.values())
 
 
 def test_how_often_the_host_waits(device: str, folder: Path, note: Any) -> None:
@@ -70,26 +72,25 @@ def test_how_often_the_host_waits(device: str, folder: Path, note: Any) -> None:
     counts: dict[str, dict[str, float]] = {}
     for name, arm in ARMS.items():
         with stub_sampling():
-            trainer, _ = run(arm, device, folder, STEPS)
+            trainer, _ = run(arm, device, folder, BATCHES[device])
             with profile(activities=activities) as seen:
                 trainer.train()
         found = {e.key: e.count for e in seen.key_averages()}
         counts[name] = {
-            read: found.get(read, 0) / STEPS for read in READS if device == "cuda" or read.startswith("aten")
+            read: found.get(read, 0) / (BATCHES[device] * UPDATES)
+            for read in READS
+            if device == "cuda" or read.startswith("aten")
         }
     for name, values in counts.items():
         added = {f"{read}, added": n - counts["stock"][read] for read, n in values.items()}
         note("waits per step", name, **values, **added)
-    read = READS[0]
-    assert counts["methods: []"][read] == counts["stock"][read]
-    # the gate: once per micro-batch; the stack's metrics, rows that are trained, and log-probs of TRL's own metric
-    assert counts["aepo_clip (loss)"][read] - counts["gdpo"][read] <= 4 * MICRO_BATCHES
+    assert counts["methods: []"] == counts["stock"], "a run without methods waits as often as stock TRL"
 
 
 def test_the_context_cache_against_reading_again(device: str, folder: Path, note: Any) -> None:
     methods, options, _ = KINDS["turns"]
     for name, gigabytes in (("with the cache", 1.0), ("without", 0.0)):
-        more = {**options, "rollout_cache_gb": gigabytes, "gradient_accumulation_steps": 1}
-        trainer, clock = run({"methods": methods}, device, folder, STEPS + 1, **more)
+        more = {**options, "rollout_cache_gb": gigabytes, "gradient_accumulation_steps": 1, "num_iterations": 1}
+        trainer, clock = run({"methods": methods}, device, folder, BATCHES[device] + 1, **more)
         trainer.train()
-        note("context cache, agents", name, **{"s/step, least": min(clock.seconds)})
+        note("context cache, agents", name, **{"s/batch, least": min(clock.seconds)})

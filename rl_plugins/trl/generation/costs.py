@@ -24,7 +24,8 @@ def engine_counted(trainer: Trainer) -> Iterator[None]:
         thing, names = trainer.vllm_generation, {"generate": _vllm}
     else:
         thing = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-        names = {"generate": _transformers}
+        # a masked diffusion model is decoded by its trainer
+        names: dict[str, Any] = {"generate": _transformers} if hasattr(thing, "generate") else {}
         if trainer.args.use_transformers_continuous_batching:
             names["generate_batch"] = _continuous
     wrapped = {n: wrap(getattr(thing, n), meter, trainer.eos_token_ids) for n, wrap in names.items()}
