@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rl_plugins.cards.card_file import CardFile, _read, card_file
-from rl_plugins.cards.catalog import card_of
+from rl_plugins.cards.catalog import card_of, entries
 from rl_plugins.cards.info import info
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime import registry
@@ -105,3 +105,26 @@ def test_a_built_in_card_is_the_same_by_name_and_by_class():
         assert card_file(name).paper is not None
     assert card_file("otr").paper is not None, "a supervised loss has a card, too"
     assert card_file("nothing_of_this_name") == CardFile("nothing_of_this_name")
+
+
+def test_open_questions_have_a_day(theirs):
+    cls, place = theirs
+    asked = '[[open]]\nquestion = "Which k? It is 3 here."\ntried = "The abstract."\n'
+    place.write_text(f"{asked}looked = 2026-11-26\n")
+    (found,) = card_file(cls).open
+    assert found.text == "Which k? It is 3 here. Tried: The abstract. Last look: 2026-11-26."
+
+
+@pytest.mark.parametrize("text", ['looked = "yesterday"', "", "looked = 2026-11-26T10:00:00", 'when = "2026-11-26"'])
+def test_a_question_without_a_day_is_refused(theirs, text):
+    cls, place = theirs
+    place.write_text(f'[[open]]\nquestion = "Which k?"\ntried = "The abstract."\n{text}\n')
+    with pytest.raises(ConfigError, match=r"\[\[open\]\]"):
+        card_file(cls)
+
+
+def test_what_was_not_published_is_asked_with_a_day():
+    """A reconstruction says what is not known, where it was looked for and when; so does an abstract."""
+    for entry in entries():
+        if entry.kind == "method" and entry.fidelity in ("reconstruction", "abstract"):
+            assert card_file(entry.name).open, entry.name

@@ -16,7 +16,8 @@ class AdhintAdvantages(Method):
     """GRPO over naive and hinted rollouts of a prompt, scaled by how much easier the hints made it.
 
     Reconstruction: that successes without a hint are worth more, and failures with one cost more, is from a note about
-    the paper. Its formula could not be read; the one here is ours.
+    the paper. Its formula could not be read (last look 2026-11-26: of v2 only the beginning is stored); the
+    one here is ours.
 
         A_i = (R_i - mean) / (std + eps),                         over all rollouts of the group
         c   = clip((1 + D_naive) / (1 + D_hinted), 1 / c_max, c_max)

@@ -14,7 +14,8 @@ class AdhintGradients(Method):
     """Learns the tokens of a hint as far as the policy is as sure of them as of its own, and never pushes them down.
 
     Reconstruction: that gradients of hint tokens are modulated by the gap of entropies, and masked where the advantage
-    is negative, is in the abstract and a note about the paper. The form of g is ours.
+    is negative, is in the abstract and a note about the paper. The form of g is ours
+    (last look 2026-11-26: of v2 only the beginning is stored).
 
         g_t = exp(-kappa |H_t - mean H of the row's other trained tokens|)      for tokens of a hint, else 1
         A_t <- g_t A_t;   tokens of a hint with A_t < 0 leave the update

@@ -18,7 +18,8 @@ from rl_plugins.methods.scope.steps import tokens_before
 class AdhintRollouts(Method):
     """Begins some rollouts of a prompt with a hint: a part of a reference solution, the longer the harder it is.
 
-    Reconstruction: the linear ratio with noise is from a note about the paper, the rest is ours. Of n rollouts:
+    Reconstruction: the linear ratio with noise is from a note about the paper, the rest is ours (last look 2026-11-26:
+    of v2 only the beginning is stored). Of n rollouts:
 
         n - m are sampled and scored, m = floor(hinted_share n);   D = 1 - share of successes among those with a reward
         w = clip((w_max - w_min) D + w_min + xi, 0, w_max),   xi ~ normal(0, sigma), a draw per hinted rollout

@@ -13,8 +13,8 @@ from rl_plugins import ConfigError, Method, MethodParams, Rollouts, Run, param
 class FissionReward(Method):
     """Changes the weights of format and correctness over the run, with a constant total.
 
-    Reconstruction: the form is the paper's. The curves of its weights were not published; the straight lines here are
-    ours.
+    Reconstruction: the form is the paper's. The curves of its weights were not published (last look 2026-11-26); the
+    straight lines here are ours.
 
         R = (w_fmt R_fmt + w_corr R_corr + R_len) / 3
         w_corr = start + progress (end - start),   w_fmt = 2 - w_corr,   progress = batch / batches of the run

@@ -14,8 +14,8 @@ from rl_plugins.core.losses import LOG_RATIO_LIMIT, Live, weighted_logprob
 class Minpro(Method):
     """Minimum Prefix Ratio policy optimization: damps each token by the smallest importance ratio of its prefix.
 
-    Reconstruction: we found no official code and no clip values, and the value for a token without a prefix comes from
-    a third-party implementation.
+    Reconstruction: we found no official code and no clip values (last look 2026-11-26). The value for a token without a
+    prefix is that of two third-party implementations.
 
     Per token t of a row (nothing crosses rows):
 

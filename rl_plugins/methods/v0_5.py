@@ -51,8 +51,8 @@ class V05(Method):
         ConfigError: more rounds than a batch may have, k_init > group size.
         MethodError: the prior fails (see `rl_plugins.kit.services`).
 
-    Source: arXiv 2603.10848, without code, as read through independent notes; the gain is algebra from the paper's
-    model.
+    Source: arXiv 2603.10848, without code, as read through independent notes (2026-11-26), which print the fusion, the
+    test and the cost; the gain is algebra from the paper's model.
     """
 
     name = "v0_5"

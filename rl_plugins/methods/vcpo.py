@@ -41,8 +41,8 @@ class Vcpo(Method):
     """Variance Controlled off-Policy Optimization: makes an update smaller where few stale rows dominate it.
 
     Reconstruction in one part: the baseline needs the norm of every row's gradient, which takes a backward pass per
-    row. No host makes that pass, so `gradnorm` replaces the norm. Everything else equals the authors' code. For each of
-    the B rows i of an optimizer step, and for its prompt group G:
+    row. No host makes that pass, so `gradnorm` replaces the norm. The rest is `code`: equal to the authors' code, which
+    was run, to 8e-8. For each of the B rows i of an optimizer step, and for its prompt group G:
 
         w_i     = exp(sum_t (lp_t - lp^rollout_t)),   wbar_i = min(w_i, truncation)
         A_i     = (R_i - b_G) / s_G,    s_G = population deviation of the rewards of the group (1 if it is <= 1e-8)

@@ -552,6 +552,15 @@ def test_a_long_attempt_is_shown_from_its_end() -> None:
     assert len(asked) == 2 and all(len(r.trajectory.prompt) <= frame + 150 for r in asked)
 
 
+@pytest.mark.parametrize(("shape", "fields"), [("swe_bench", 10), ("terminal_bench", 8)])
+def test_summaries_may_have_the_form_of_the_papers_examples(shape: str, fields: int) -> None:
+    asked = texts.summary_prompt(shape)
+    assert texts.summary_prompt("headings") == texts.SUMMARY != asked
+    assert sum(f'"{name}": ' in asked for name in texts.SHAPES[shape]) == fields == len(texts.SHAPES[shape])
+    assert [asked.count(name) for name in ("{problem}", "{attempt}", "{chars}")] == [1, 1, 1]
+    assert asked.startswith(texts.SUMMARY[:40]) and asked.endswith(texts.SUMMARY[-40:])
+
+
 def test_summaries_are_cut() -> None:
     engine = TableEngine(policy(LETTERS))
     (row,) = evaluate(

@@ -52,7 +52,7 @@ class Arrol(Method):
     State: the window (features, labels, weights, outputs), the head and its optimizer. Survivors and initial weights
     are drawn.
 
-    Source: arXiv 2603.24840, read through summaries by others.
+    Source: arXiv 2603.24840, read through notes by others; its repository has no code (2026-11-26).
     """
 
     name = "arrol"

@@ -35,8 +35,9 @@ from rl_plugins.methods.fission_grpo.params import FissionParams
 class FissionGrpo(Method):
     """Turns an error of the policy into a prompt: the failed call and the tool's message about it.
 
-    Reconstruction: group sizes, trigger, thresholds and the error simulator were not published and are ours, and
-    recovery prompts join the next batch, where the paper updates separately.
+    Reconstruction: group sizes, trigger, thresholds and the error simulator were not published (last look 2026-11-26:
+    the authors' page announces code) and are ours. Recovery prompts join the next batch, where the paper updates
+    separately.
 
     After each generation batch, for each rollout that is an error (reward < error_threshold, or, with `error_column`,
     an error text of its own), at most `max_per_prompt` of a prompt:

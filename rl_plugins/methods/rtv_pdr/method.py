@@ -170,7 +170,7 @@ class RtvPdr(Method):
         needed = min(self.params.summary_tokens, prompt.max_tokens)
         while True:
             fields = {"problem": problem, "attempt": attempt, "chars": self.params.summary_chars}
-            asked = _asked(prompt, fill(texts.SUMMARY, fields))
+            asked = _asked(prompt, fill(texts.summary_prompt(self.params.summary_shape), fields))
             if prompt.room(asked) >= needed or not attempt:
                 return asked
             attempt = attempt[len(attempt) // 4 + 1 :]

@@ -40,6 +40,9 @@ class RtvPdrParams(MethodParams):
     call_timeout: float = param(
         120.0, "time limit of a call of environment, summarizer or judge, in seconds", gt=0, only_if=_CALLED
     )
+    summary_shape: Literal["headings", "swe_bench", "terminal_bench"] = param(
+        "headings", "form of the policy's summaries: ours, or that of an example in the paper", only_if=_OWN_SUMMARY
+    )
     summary_chars: int = param(4000, "most characters of a summary", ge=1)
     summary_tokens: int = param(1024, "most tokens of a summary by the policy", ge=1, only_if=_OWN_SUMMARY)
     judge_tokens: int = param(1024, "most tokens of a vote by the policy", ge=1, only_if=_OWN_JUDGE)

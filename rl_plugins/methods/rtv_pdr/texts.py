@@ -1,4 +1,4 @@
-"""What summarizer, judge and second wave are told. Our own words: the paper's prompts are not published."""
+"""What summarizer, judge and second wave are told. Our own words: the paper publishes no prompts (2026-11-26)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,43 @@ Outcome: the result, as far as the attempt itself could see it
 Lessons: what to use again, what to avoid
 
 Report what is there; do not solve the task yourself."""
+
+# Fields of the two example summaries in the paper's appendix, the only ones it shows; it has no schema.
+SHAPES = {
+    "swe_bench": {
+        "issue_requirements": "objective, expected and current behavior, constraints, criteria of success",
+        "agent_actions": "exploration, solution_approach, implementation",
+        "code_changes": "per change: description, file_path, function_method, before_code, after_code",
+        "command_execution": "commands_with_response, commands_without_response, error_responses",
+        "error_analysis": "intermediate_errors and whether they were resolved, final_state",
+        "evidence_inventory": "confirmed_outcomes, error_outcomes, unconfirmed_actions",
+        "final_state": "agent_claims, expected_artifacts, unresolved_issues",
+        "patch_status": "status, success_patterns_found, failure_patterns_found",
+        "requirement_coverage": "per requirement: evidence, actions, code changes",
+        "verification_record": "verification_commands, verification_coverage",
+    },
+    "terminal_bench": {
+        "task_requirements": "objective, output_specifications, constraints, success_criteria",
+        "agent_actions": "exploration, solution_approach, implementation_structure",
+        "command_execution_record": "commands_with_response, commands_without_response, error_responses",
+        "evidence_inventory": "confirmed_outcomes, error_outcomes, unconfirmed_actions, unverified_aspects",
+        "final_state": "agent_assessment, expected_artifacts, unresolved_issues",
+        "resource_access": "resources_accessed, access_timing, runtime_dependencies",
+        "solution_characteristics": "code_script_generation, debugging_fix, data_processing",
+        "verification_record": "verification_commands, verification_coverage",
+    },
+}
+
+
+def summary_prompt(shape: str) -> str:
+    """The summarizer's prompt: with headings, or with the fields of one of the paper's examples."""
+    if shape == "headings":
+        return SUMMARY
+    fields = "\n".join(f'"{name}": {content}' for name, content in SHAPES[shape].items())
+    start, end = SUMMARY.index("Use these headings"), SUMMARY.index("Report what is there")
+    asked = f"Answer with one JSON object with these fields, in at most {{chars}} characters in all:\n{fields}\n\n"
+    return SUMMARY[:start] + asked + SUMMARY[end:]
+
 
 JUDGE = """Below are summaries of several attempts at one task. Which attempt is most likely right?
 

@@ -25,8 +25,8 @@ _COLUMN = "scope_foreign"  # 1 for tokens of the corrector
 class Scope(Method):
     """Step-wise Correction for On-Policy Exploration: gives a hard prompt a right answer that starts like the policy's.
 
-    Reconstruction: no code was published, and we read only the abstract and summaries. The choice of rollouts,
-    threshold, corrector, replaced part and loss (LUFFY's) are ours.
+    Reconstruction: no code was published, and we read only the abstract and summaries (last look 2026-11-26). The
+    choice of rollouts, threshold, corrector, replaced part and loss (LUFFY's) are ours.
 
     For each prompt with fewer than `min_correct` right rollouts (reward >= success_threshold):
 

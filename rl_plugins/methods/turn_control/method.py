@@ -55,7 +55,7 @@ class TurnControl(Method):
     Raises:
         ConfigError: no environment, a reminder that cannot be filled in.
 
-    Source: arXiv 2510.16786, its abstract and others' reviews of it; no code was published.
+    Source: arXiv 2510.16786, its abstract and documents of others that quote it; no code was found (2026-11-26).
     """
 
     name = "turn_control"

@@ -11,7 +11,10 @@ from rl_plugins.core.params import above, has_effect
 from rl_plugins.kit.agents import AgentParams
 
 REMINDER = "ENVIRONMENT REMINDER: You have {remaining} turns left to complete the task."
-EXTENSION = "ENVIRONMENT REMINDER: The task is not finished yet. You get {extension} more turns."
+EXTENSION = (
+    "ENVIRONMENT REMINDER: You have used up all turns but have not yet completed the task. You are granted an "
+    "additional {extension} turns to continue and complete the task."
+)
 _LIMITED = {"strategy": ("fixed", "dynamic")}
 _CALIBRATED = ({**_LIMITED, "calibration": ("freeze", "rolling")}, {**_LIMITED, "calibration": None, "limit": None})
 _EXTENDED = {"strategy": "dynamic", "max_extensions": above(0)}
