@@ -25,7 +25,7 @@ def engine_counted(trainer: Trainer) -> Iterator[None]:
     else:
         thing = trainer.accelerator.unwrap_model(trainer.model_wrapped)
         # a masked diffusion model is decoded by its trainer
-        names: dict[str, Any] = {"generate": _transformers} if hasattr(thing, "generate") else {}
+        names = {"generate": _transformers} if hasattr(thing, "generate") else {}
         if trainer.args.use_transformers_continuous_batching:
             names["generate_batch"] = _continuous
     wrapped = {n: wrap(getattr(thing, n), meter, trainer.eos_token_ids) for n, wrap in names.items()}
