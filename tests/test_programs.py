@@ -201,6 +201,13 @@ def test_a_program_makes_no_more_requests_than_any_that_ends():
     with raises(MethodError, match=f"`made`.*more than {most} requests"):
         asks(most + 1)
 
+    def silent():
+        while True:
+            yield []
+
+    with raises(MethodError, match="`made`.*asked for nothing 10000 times"):
+        run_program(program(lambda prompt: together([silent()])), make_prompt(CharChat(), "hi"), TableEngine(TABLE))
+
     def waiting(prompt):
         made = yield Generate(prompt.start())
         return made
