@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 import transfer_queue as tq
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl import DataProto
@@ -24,7 +24,7 @@ from verl.workers.utils.padding import response_from_nested
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.estimators import Scale, batch_std, grpo_advantages
-from rl_plugins.core.groups import Groups
+from rl_plugins.core.groups import Groups, spread
 from rl_plugins.core.requests import Turn
 from rl_plugins.core.rollouts import Rollouts, weighted_reward
 from rl_plugins.runtime.decide import Decision, Selection, check_made, decide_advantages, select_rows
@@ -34,7 +34,7 @@ from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.turn_table import token_turns, turn_table
 from rl_plugins.verl.capabilities import NESTED_COLUMNS
 from rl_plugins.verl.host import Batch, Columns, Tokenizer
-from rl_plugins.verl.prompts import COLUMN, FORCED, MADE, UNKNOWN, Ranges
+from rl_plugins.verl.prompts import COLUMN, FORCED, MADE, NUMBERS, UNKNOWN, Ranges
 from rl_plugins.verl.rows import (
     GROUP,
     REAL,
@@ -47,12 +47,12 @@ from rl_plugins.verl.rows import (
     components,
     flat,
     no_tokens,
-    notes_of,
     plain,
     plan_order,
     read_rollouts,
     read_tokens,
     read_turns,
+    scored_late,
     split,
     token_versions,
 )
@@ -64,6 +64,26 @@ def fetch(batch: Batch, fields: Sequence[str] | None = None) -> Columns:
     """Columns of the rows of a batch; those nobody wrote are left out."""
     chosen = None if fields is None else list(fields)
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=chosen)
+
+
+def planned_rows(batch: Batch, rewards: Mapping[str, float], more: Sequence[str] = ()) -> dict[str, Any]:
+    """Columns of a batch, which is brought into the order of the plan: its notes, `extra_fields`, scores where these do
+    not say them, and more.
+
+    Args:
+        rewards: see `Settings`.
+    """
+    told = fetch(batch, [COLUMN, "extra_fields"])
+    notes, extra = plain(told[COLUMN]), plain(told["extra_fields"])
+    order = plan_order(batch.keys, notes)
+    batch.reorder(order)
+    names = [*more, *(["rm_scores"] if not rewards and scored_late(extra) else [])]
+    rows: Any = fetch(batch, names) if names else {}
+    return {
+        **{name: rows[name] for name in names if name in rows},
+        COLUMN: [notes[i] for i in order],
+        "extra_fields": [extra[i] for i in order],
+    }
 
 
 def put(batch: Batch, columns: Mapping[str, Any], keys: Sequence[str] | None = None) -> None:
@@ -109,6 +129,7 @@ class Selected:
         generated: all rows, in the order of the plan.
         selection: what `rewards` and `select` made of them.
         number: key of a row -> its place in `generated`.
+        tokens: (rows,) of each response, in the order of `generated`; those that are not trained, too.
         turns: of every row; None if no method asks for them.
         versions: key of a row -> (response,) of each token; None if no method asks for them.
         forced, unknown: key of a row -> its tokens that were put in the policy's place, and those without a log-prob.
@@ -123,6 +144,7 @@ class Selected:
     generated: Rollouts
     selection: Selection
     number: Mapping[str, int]
+    tokens: Tensor
     turns: Sequence[tuple[Turn, ...]] | None
     versions: Mapping[str, Tensor] | None
     forced: Mapping[str, Ranges]
@@ -183,12 +205,7 @@ class Decisions:
     def select(self, batch: Batch) -> Selected:
         """`rewards` and `select` on everything that was generated; rows that leave are gone afterwards."""
         check_made(self.stack, len(batch.keys))
-        notes = notes_of(fetch(batch, [COLUMN]))
-        order = plan_order(batch.keys, notes)
-        batch.reorder(order)
-        rows = fetch(batch, self._selection_columns())
-        rows[COLUMN] = NonTensorStack(*(NonTensorData(notes[i]) for i in order))  # large: not fetched again
-        now = self.stack.batch
+        rows, now = planned_rows(batch, self.rewards, self._selection_columns()), self.stack.batch
         rollouts = read_rollouts(
             rows, batch, self.stack, self.rewards, self.tokenizer, now, self.published, self.steps_since
         )
@@ -197,9 +214,10 @@ class Decisions:
         if turns is not None:
             rollouts = rollouts.replace(turns=turn_table(rollouts, turns))
         selection = select_rows(self.stack, rollouts)
-        self._write_rewards(batch, rows, selection)
+        keys, extra = batch.keys, rows["extra_fields"]
+        tokens = torch.tensor([e[NUMBERS][0] for e in extra], dtype=torch.int64)
+        self._write_rewards(batch, tokens, selection)
         stay, nothing = all_but_one_leave(batch, selection.rollouts.kept.tolist())
-        keys, extra = batch.keys, plain(rows["extra_fields"])
         uids = [split(key)[0] for key in keys]
         groups = set(zip(uids, rollouts.group.tolist(), strict=True))
         return Selected(
@@ -208,12 +226,13 @@ class Decisions:
             generated=rollouts,
             selection=selection,
             number={key: i for i, key in enumerate(keys)},
+            tokens=tokens,
             turns=turns,
             versions=None if versions is None else dict(zip(batch.keys, versions, strict=True)),
             forced={key: e.get(FORCED, []) for key, e in zip(keys, extra, strict=True)},
             unknown={key: e[UNKNOWN] for key, e in zip(keys, extra, strict=True) if e.get(UNKNOWN)},
             logged=[e[MADE]["metrics"] for e in extra if e.get(MADE, {}).get("metrics")],
-            lag=sum(now - n.get("planned_at", now) for n in notes_of(rows)) / len(keys),
+            lag=sum(now - n.get("planned_at", now) for n in rows[COLUMN]) / len(keys),
             by_program=any(MADE in e for e in extra),
             groups_of_verl=len(groups) == len(set(uids)) == len(rollouts.groups.ids),
         )
@@ -221,16 +240,18 @@ class Decisions:
     def _selection_columns(self) -> list[str]:
         names = [n.removeprefix("column:") for n in self.stack.needs_now if n.startswith("column:")]
         anywhere = [*names, *NESTED_COLUMNS] if names else []
-        prompts = ["prompts"] if self.stack.needs_now & {"turns", "token_ids"} else []
-        read = ["extra_fields", "response_mask", "responses", "rm_scores", *prompts, *anywhere]
-        return list(dict.fromkeys(read))
+        needs = self.stack.needs_now
+        read = ["responses"] if needs & {"text", "messages", "raw_text"} else []
+        read += ["response_mask"] if "token_versions" in needs else []
+        read += ["prompts", "responses", "response_mask"] if needs & {"turns", "token_ids"} else []
+        return list(dict.fromkeys([*read, *anywhere]))
 
-    def _write_rewards(self, batch: Batch, rows: Columns, selection: Selection) -> None:
+    def _write_rewards(self, batch: Batch, tokens: Tensor, selection: Selection) -> None:
         """What verl computes with from here on: named rewards, those of the hooks, and 0 where a row has none."""
         reward = selection.rollouts.reward
         if not self.rewards and not selection.rewarded_by and not bool(torch.isnan(reward).any()):
             return
-        _put_scores(batch, rows["rm_scores"], reward)
+        _put_scores(batch, Ragged.of_length(tokens), reward)
 
     def decide_advantages(self, batch: Batch, selected: Selected) -> Decided:
         """Advantages, shaping, observation; the queue then holds the rows that are trained, with their columns.
@@ -265,7 +286,7 @@ class Decisions:
         # verl's own agent loops may give any number of rows per rollout
         budget = sys.maxsize if selected.several_rows_of_verl else self.rows
         decision = decide_advantages(self.stack, selected.selection, tokens, host, estimator, budget)
-        columns = self._columns(batch, decision, number, mask)
+        columns = self._columns(batch, decision, number, selected, mask)
         if selected.versions is not None and self.stack.in_loss("token_versions"):
             columns[TOKEN_VERSION] = torch.nested.as_nested_tensor(
                 [selected.versions[key] for key in batch.keys], layout=torch.jagged
@@ -311,7 +332,9 @@ class Decisions:
         values[last] = grpo_advantages(rollouts.subset(last), scale, 1e-6)
         return once.rows.rows(values[once.last])
 
-    def _columns(self, batch: Batch, decision: Decision, number: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+    def _columns(
+        self, batch: Batch, decision: Decision, number: Tensor, selected: Selected, mask: Tensor | None
+    ) -> dict[str, Tensor]:
         """What a decision says, as columns of verl.
 
         Args:
@@ -330,19 +353,24 @@ class Decisions:
         new = decision.estimator != "host" or (decision.advantages is not None and self.stack.claimed("shape"))
         if not new and decision.keep_tokens is None:
             return columns
-        if mask is None:
+        of = Ragged.of_length(selected.tokens[number])
+        if mask is None and not torch.equal(selected.generated.length[number], of.length):
             mask = fetch(batch, ["response_mask"])["response_mask"]
-        of, live = Ragged.of(mask), flat(mask).bool()
+        live = None if mask is None else flat(mask).bool()  # None: all
 
         def everywhere(values: Tensor) -> Tensor:
-            return of.nested(torch.zeros(len(live)).masked_scatter_(live, values.float()))
+            values = values.float()
+            return of.nested(values if live is None else torch.zeros(len(live)).masked_scatter_(live, values))
 
         if decision.advantages is None:
-            spread = torch.repeat_interleave(decision.row_advantages[number].float(), of.length)
-            columns["advantages"] = columns["returns"] = of.nested(torch.where(live, spread, 0.0))
+            values = spread(decision.row_advantages[number].float(), of.length)
+            columns["advantages"] = columns["returns"] = of.nested(
+                values if live is None else torch.where(live, values, 0.0)
+            )
         elif new:
             columns["advantages"] = columns["returns"] = everywhere(decision.advantages)
         if decision.keep_tokens is not None and not bool(decision.keep_tokens.all()):
+            assert live is not None  # tokens were read
             left = torch.zeros(len(live), dtype=torch.bool).masked_scatter_(live, ~decision.keep_tokens)
             rows = fetch(batch, ["response_mask", "loss_mask"])  # the loss reads one, the token count the other
             columns |= {n: of.nested(torch.where(left, 0, flat(rows[n]))) for n in ("response_mask", "loss_mask")}
@@ -387,16 +415,15 @@ def weigh_rewards(batch: Batch, rewards: Mapping[str, float]) -> dict[str, float
     rows = fetch(batch, ["extra_fields", "rm_scores"])
     each = components(plain(rows["extra_fields"]), rewards)
     reward = weighted_reward(each, torch.tensor(list(rewards.values()), dtype=torch.float64))
-    _put_scores(batch, rows["rm_scores"], reward)
+    _put_scores(batch, Ragged.of(rows["rm_scores"]), reward)
     numbers: dict[str, int] = {}
     uids = [split(key)[0] for key in batch.keys]
     groups = Groups(torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in uids]))
     return {"rl_plugins/reward_generated": float(torch.nanmean(reward)), FRAC_ZERO_STD: _frac_zero_std(groups, reward)}
 
 
-def _put_scores(batch: Batch, scores: Tensor, reward: Tensor) -> None:
-    """Writes (rows,) rewards to the last token of each row, 0 for a row without one; `scores` is the column so far."""
-    of = Ragged.of(scores)
+def _put_scores(batch: Batch, of: Ragged, reward: Tensor) -> None:
+    """Writes (rows,) rewards to the last token of each row, 0 for a row without one."""
     values = torch.zeros(int(of.offsets[-1]))
     values[of.offsets[1:] - 1] = torch.nan_to_num(reward, nan=0.0).float()
     put(batch, {"rm_scores": of.nested(values)})

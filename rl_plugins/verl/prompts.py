@@ -17,7 +17,7 @@ from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.rollouts import PlanRow
 from rl_plugins.runtime.plan import check_length, check_versions
 from rl_plugins.verl.capabilities import NESTED_COLUMNS
-from rl_plugins.verl.host import Columns, Dataset
+from rl_plugins.verl.host import Columns, Dataset, Output
 
 PROMPT_INDEX = "rl_plugins_prompt_index"  # column of the dataset row's number, added to what the dataset yields
 COLUMN = "rl_plugins"  # column of what the plan said about a prompt
@@ -26,11 +26,20 @@ FORCED, UNKNOWN = "rl_plugins_forced", "rl_plugins_unknown_logprobs"  # [start, 
 VERSIONS = "rl_plugins_versions"  # of its trained tokens, see `rows.token_versions`
 TURNS = "rl_plugins_turns"  # of the agent, see `rows.read_turns`
 MADE = "rl_plugins_program"  # what a rollout program says of its row, see session.py
+NUMBERS = "rl_plugins_numbers"  # see `numbers_of`
 TECHNICAL = (PROMPT_INDEX, "dummy_tensor", "index", "tools_kwargs", "interaction_kwargs", "raw_prompt", "extra_info")
 PLANNED_AGENT = "rl_plugins_planned"  # agent loop that serves given completions, prefixes and token limits
 PROGRAM_AGENT = "rl_plugins_program"  # agent loop that runs a rollout program
 
 Ranges = Sequence[Sequence[int]]  # [start, stop) of every unbroken run
+Numbers = tuple[int, int, int | None, float | None]
+
+
+def numbers_of(output: Output, score: float | None) -> Numbers:
+    """What the driver would have to read columns of tokens for: tokens of the response, those that are trained, the
+    last one, and the score; None: not known yet."""
+    ids = output.response_ids
+    return len(ids), sum(output.response_mask), ids[-1] if ids else None, None if score is None else float(score)
 
 
 class Given(TypedDict):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.core.errors import ConfigError, MethodError
-from rl_plugins.core.groups import places
+from rl_plugins.core.groups import places, spread
 from rl_plugins.core.requests import ORIGIN, Turn
 from rl_plugins.core.rollouts import Jagged, Rollouts, TokenIds, Tokens, weighted_reward
 from rl_plugins.runtime.preflight import no_row_has
@@ -22,7 +22,7 @@ from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.turn_table import spans
 from rl_plugins.verl.capabilities import NESTED_COLUMNS
 from rl_plugins.verl.host import Batch, Columns, Tokenizer
-from rl_plugins.verl.prompts import COLUMN, MADE, TURNS, VERSIONS, Note, Ranges, ranges
+from rl_plugins.verl.prompts import COLUMN, MADE, NUMBERS, TURNS, VERSIONS, Note, Ranges, ranges
 
 ROW_COLUMN, TOKEN_COLUMN = "rl_plugins_row_column:", "rl_plugins_token_column:"
 REAL = "rl_plugins_real"  # 1 for rows, 0 for those verl adds to fill the batch
@@ -55,10 +55,14 @@ class Ragged:
     def of(cls, column: Tensor) -> Ragged:
         return cls(column.offsets().cpu())  # type: ignore[attr-defined]
 
+    @classmethod
+    def of_length(cls, length: Tensor) -> Ragged:
+        return cls(torch.nn.functional.pad(torch.cumsum(length, 0), (1, 0)))
+
     @cached_property
     def row(self) -> Tensor:
         """(values,) row of each value."""
-        return torch.repeat_interleave(torch.arange(len(self.length)), self.length)
+        return spread(torch.arange(len(self.length)), self.length)
 
     @cached_property
     def position(self) -> Tensor:
@@ -80,11 +84,9 @@ class Ragged:
         return marks
 
     def nested(self, values: Tensor) -> Tensor:
-        """(values,) -> ragged column."""
-        return torch.nested.as_nested_tensor(
-            list(torch.split(values, self.length.tolist())),
-            layout=torch.jagged,  # as verl itself makes them
-        )
+        """(values,) -> ragged column, which holds these values and no copy."""
+        low, high = map(int, torch.aminmax(self.length)) if len(self.length) else (0, 0)  # without them it pads wrongly
+        return torch.nested.nested_tensor_from_jagged(values, self.offsets, min_seqlen=low, max_seqlen=high)
 
 
 def flat(column: Tensor) -> Tensor:
@@ -97,12 +99,12 @@ def plain(column: Any) -> list[Any]:
     return [getattr(x, "data", x) for x in column]
 
 
-def notes_of(rows: Columns) -> list[Note]:
+def notes_of(rows: Mapping[str, Any]) -> list[Note]:
     """What the plan said of the prompt of each row."""
     return plain(rows[COLUMN])
 
 
-def column_of(rows: Columns, name: str) -> list[Any] | None:
+def column_of(rows: Mapping[str, Any], name: str) -> list[Any] | None:
     """A dataset column by name, or a field of `extra_info` or `reward_model`; None if there is none."""
     if name in rows:
         values = rows[name]
@@ -115,7 +117,7 @@ def column_of(rows: Columns, name: str) -> list[Any] | None:
     return None
 
 
-def row_columns(rows: Columns, stack: MethodStack) -> dict[str, list[Any]]:
+def row_columns(rows: Mapping[str, Any], stack: MethodStack) -> dict[str, list[Any]]:
     """The columns methods ask for: what a row's program or agent loop says of it, else the dataset's.
 
     Raises:
@@ -142,7 +144,7 @@ def plan_order(keys: Sequence[str], notes: Sequence[Note]) -> list[int]:
 
 
 def read_rollouts(
-    rows: Columns,
+    rows: Mapping[str, Any],
     batch: Batch,
     stack: MethodStack | None,
     rewards: Mapping[str, float],
@@ -154,7 +156,8 @@ def read_rollouts(
     """Rollouts of the rows in their order.
 
     Args:
-        rows: columns of the rows.
+        rows: columns of the rows: notes, `extra_fields`, `rm_scores` where those do not say the score, and what signals
+            are read from.
         batch: their keys and tags; a key is "{uid}_{session}_{index}".
         stack: the methods, whose signals are filled in; None: none is.
         rewards: key of the reward function's answer -> weight, their weighted sum is the reward; empty: verl's score.
@@ -169,15 +172,10 @@ def read_rollouts(
     needs = stack.needs_now if stack is not None else set()
     notes = notes_of(rows)
     extra = plain(rows["extra_fields"])
-    mask = rows["response_mask"]
-    n = len(batch)
-    of = Ragged.of(mask)
-    score = of.sums(flat(rows["rm_scores"]))
     group, rollout, index = _numbers(batch.keys, notes, extra)
-    responses = rows["responses"].unbind()
-    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    responses = rows["responses"].unbind() if needs & {"text", "messages", "raw_text"} else ()
     text = tokenizer.batch_decode(responses, skip_special_tokens=True) if needs & {"text", "messages"} else None
-    each = components(extra, rewards) if rewards else score[:, None]
+    each = components(extra, rewards) if rewards else _scores(rows, extra)[:, None]
     weights = torch.tensor(list(rewards.values()) or [1.0], dtype=torch.float64)
     return Rollouts(
         group=torch.tensor(group, dtype=torch.int64),
@@ -188,9 +186,9 @@ def read_rollouts(
         reward_names=tuple(rewards) or ("score",),
         reward_weights=weights,
         reward=weighted_reward(each, weights),
-        length=of.sums(flat(mask)).long(),
-        truncated=torch.tensor([_truncated(e, r, ends) for e, r in zip(extra, responses, strict=True)]),
-        kept=torch.ones(n, dtype=torch.bool),
+        length=torch.tensor([e[NUMBERS][1] for e in extra], dtype=torch.int64),
+        truncated=_truncated(extra, tokenizer),
+        kept=torch.ones(len(batch), dtype=torch.bool),
         version=_versions(batch, "min_global_steps", published),
         newest_version=_versions(batch, "max_global_steps", published),
         current_version=published,
@@ -205,7 +203,7 @@ def read_rollouts(
     )
 
 
-def _token_ids(rows: Columns) -> TokenIds:
+def _token_ids(rows: Mapping[str, Any]) -> TokenIds:
     """Prompt and completion of every row, and which tokens its agent loop only read."""
     prompt, completion, mask = (
         Jagged(flat(rows[name]).long(), Ragged.of(rows[name]).offsets)
@@ -248,13 +246,29 @@ def _numbers(
     return numbers
 
 
-def _truncated(extra: Mapping[str, Any], response: Tensor, ends: set[int]) -> bool:
-    if MADE in extra:
-        return extra[MADE]["finish"] in ("length", "abort")
-    return not len(response) or int(response[-1]) not in ends
+def scored_late(extra: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a score is not known from `extra_fields`: a reward model on the trainer's devices came after them."""
+    return any(e[NUMBERS][-1] is None for e in extra)
 
 
-def read_turns(rows: Columns, tokenizer: Tokenizer) -> list[tuple[Turn, ...]]:
+def _scores(rows: Mapping[str, Any], extra: Sequence[Mapping[str, Any]]) -> Tensor:
+    """(rows,) float64 verl's."""
+    if scored_late(extra):
+        return Ragged.of(rows["rm_scores"]).sums(flat(rows["rm_scores"]))
+    return torch.tensor([e[NUMBERS][-1] for e in extra]).double()  # float32 in verl
+
+
+def _truncated(extra: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> Tensor:
+    """(rows,) bool"""
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+
+    def cut(e: Mapping[str, Any]) -> bool:
+        return e[MADE]["finish"] in ("length", "abort") if MADE in e else e[NUMBERS][2] not in ends
+
+    return torch.tensor([cut(e) for e in extra], dtype=torch.bool)
+
+
+def read_turns(rows: Mapping[str, Any], tokenizer: Tokenizer) -> list[tuple[Turn, ...]]:
     """Turns of every row: as its program or agent loop marked them, else every unbroken run of trained tokens.
 
     A loop that marks no tokens may still say of each turn what it knows (`TURNS`: a list of dicts with "anchor",
@@ -301,7 +315,7 @@ def _versions(batch: Batch, name: str, published: int) -> Tensor:
     return torch.tensor([published if v is None else int(v) for v in told], dtype=torch.int64)
 
 
-def token_versions(rows: Columns, rollouts: Rollouts) -> list[Tensor]:
+def token_versions(rows: Mapping[str, Any], rollouts: Rollouts) -> list[Tensor]:
     """Of each row: (response,) int64 published weights that made each token; of tokens no policy made, the newest.
 
     A row's extra field `VERSIONS` holds of every request, in order, its attempts: [version, tokens], -1 for tokens of
@@ -418,11 +432,11 @@ def read_tokens(
     def live(values: Tensor) -> Tensor:
         return values if all_live else values[mask]
 
-    n = int(mask.sum())
+    n = int(torch.count_nonzero(mask))
     return Tokens(
-        row=live(torch.repeat_interleave(row_number, of.length)),
+        row=live(spread(row_number, of.length)),
         position=live(of.position),
-        advantages=torch.zeros(n, dtype=torch.float64),
+        advantages=torch.zeros(1, dtype=torch.float64).expand(n),  # there are none yet
         keep=torch.ones(n, dtype=torch.bool),
         forced=live(of.marked(forced)),
         version=None if versions is None else live(torch.cat(list(versions))),

@@ -1,5 +1,6 @@
 """Rewards where verl's agent loops ask for them: None is NaN, and an exception ends the run or leaves the row without
-a reward. verl alone keeps a row with None without its column, and goes on without a prompt whose reward raised."""
+a reward. verl alone keeps a row with None without its column, and goes on without a prompt whose reward raised. What
+the driver wants to know of a row is noted here, too, so that it need not read columns of tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from rl_plugins.core.errors import shortened
 from rl_plugins.runtime.reward_errors import MASK
 from rl_plugins.verl import costs
 from rl_plugins.verl.processes import wrap
+from rl_plugins.verl.prompts import NUMBERS, numbers_of
 
 if TYPE_CHECKING:
     from rl_plugins.verl.host import Output
@@ -22,11 +24,11 @@ def install(worker: Any, on_error: str) -> None:
         on_error: see `rl_plugins.runtime.reward_errors`.
     """
 
-    def make(score: Any) -> Any:
+    def make(host: Any) -> Any:
         async def compute_score(outputs: list[Output], *args: Any, **kwargs: Any) -> None:
             last = outputs[-1]
             try:
-                await score(outputs, *args, **kwargs)
+                await host(outputs, *args, **kwargs)
             except Exception as e:
                 if on_error != MASK:
                     told = f"The reward function raised {type(e).__name__}: {shortened(e, 2000)}"
@@ -38,6 +40,9 @@ def install(worker: Any, on_error: str) -> None:
                 last.reward_score = math.nan
             if not costs.in_training() and last.reward_score is not None and math.isnan(last.reward_score):
                 last.reward_score = 0.0  # verl's means of validation know no rows without a reward
+            for output in outputs:  # verl gives all of them the score of the last one
+                score = output.reward_score if last.reward_score is None else last.reward_score
+                output.extra_fields[NUMBERS] = numbers_of(output, score)
 
         return compute_score
 

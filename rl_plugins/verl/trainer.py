@@ -40,6 +40,7 @@ from rl_plugins.verl.batch import (
     is_padding,
     keep_sum_squared_probs,
     logprob_multiple,
+    planned_rows,
     weigh_rewards,
     whole_group_order,
 )
@@ -52,7 +53,7 @@ from rl_plugins.verl.evaluation import PlannedBatches
 from rl_plugins.verl.processes import Watch, ask, confirm, died
 from rl_plugins.verl.prompts import PLANNED_AGENT, PROMPT_INDEX, PromptBatches, number_rows
 from rl_plugins.verl.rewards import with_reward_functions
-from rl_plugins.verl.rows import GROUP, flat, notes_of, plan_order, read_rollouts, split
+from rl_plugins.verl.rows import GROUP, flat, notes_of, read_rollouts, split
 from rl_plugins.verl.saved import ACCEPT, check_saved, host_files, save_costs, saved_costs
 from rl_plugins.verl.versions import Snapshots
 
@@ -260,12 +261,10 @@ class MethodsTrainer(host.Trainer):
         budget = self.config.data.train_batch_size * size
         rounds = Rounds(self.methods, list(self._submitted.values()), size, budget, len(self.train_dataset))
         while True:
-            rows = fetch(batch)
+            rows = planned_rows(batch, self.settings.rewards)
             notes = notes_of(rows)
             made = read_rollouts(rows, batch, None, self.settings.rewards, self.tokenizer, self.methods.batch)
-            order = torch.tensor(plan_order(batch.keys, notes))
-            group = torch.tensor([note["group"] for note in notes])
-            more = rounds.more(group[order], made.reward[order])
+            more = rounds.more(torch.tensor([note["group"] for note in notes]), made.reward)
             if not more:
                 return batch
             prompts, uids = self._build(more, notes[0]["wave"], rounds.number)

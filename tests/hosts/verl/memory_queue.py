@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from tensordict import NonTensorStack, TensorDict
+
+from rl_plugins.verl.prompts import NUMBERS, numbers_of
 
 
 class MemoryQueue:
@@ -15,8 +18,16 @@ class MemoryQueue:
         self.rows: dict[str, dict[str, Any]] = {}
 
     def put_rows(self, rows: dict[str, dict[str, Any]]) -> None:
+        """Rows as agent-loop workers write them, which note what the driver asks of a row (scores.py)."""
         for key, row in rows.items():
             self.rows.setdefault(key, {}).update(row)
+            if "extra_fields" in row and "responses" in row:
+                output = SimpleNamespace(
+                    response_ids=row["responses"].tolist(), response_mask=row["response_mask"].tolist()
+                )
+                score = float(row["rm_scores"].sum()) if "rm_scores" in row else None
+                noted = {**row["extra_fields"], NUMBERS: numbers_of(output, score)}
+                self.rows[key]["extra_fields"] = noted
 
     def kv_batch_get(
         self, keys: Sequence[str], partition_id: str | None = None, select_fields: Sequence[str] | None = None

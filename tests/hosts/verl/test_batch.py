@@ -129,8 +129,9 @@ def test_a_program_that_makes_no_row_at_all_is_named(queue: MemoryQueue) -> None
         run(queue, {}, stack=MethodStack([Nothing()]))
 
 
-def test_notes_are_fetched_once(queue: MemoryQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They hold all completions a plan gives."""
+def test_decisions_by_rows_fetch_notes_once_and_no_tokens(queue: MemoryQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notes hold all completions a plan gives; what else is asked of a row its worker has noted. Where a tool wrote
+    tokens, the mask says which they are."""
     asked: list[str] = []
     get = queue.kv_batch_get
 
@@ -141,8 +142,23 @@ def test_notes_are_fetched_once(queue: MemoryQueue, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(queue, "kv_batch_get", counted)
     rows = {f"{uid}_{k}_0": row(g, float(k), payload=(uid, k)) for uid, g in (("b", 1), ("a", 0)) for k in (1, 0)}
     selected, _, _ = run(queue, rows)
-    assert asked.count(COLUMN) == 1 and selected.generated.payload == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert asked == [COLUMN, "extra_fields"] and selected.generated.payload == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     assert selected.generated.reward.tolist() == [0.0, 1.0, 0.0, 1.0]
+    asked.clear()
+    made = {"c_0_0": row(0, 1.0, length=5), "c_1_0": row(0, 0.0)}
+    made["c_0_0"]["response_mask"] = torch.tensor([1, 1, 0, 0, 1])
+    run(queue, made, "gdpo", rows_of_batch=2)
+    assert asked == [COLUMN, "extra_fields", "response_mask"]
+    written = [queue.rows[key]["advantages"] for key in made]
+    assert (written[0] != 0).tolist() == [True, True, False, False, True] and bool((written[1] < 0).all())
+
+
+def test_scores_that_came_after_generation_are_read(queue: MemoryQueue) -> None:
+    """Of a reward model on the trainer's devices."""
+    rows = {"a_1_0": row(0, 1.0), "a_0_0": row(0, 0.5)}
+    for key, made in rows.items():
+        queue.rows[key] = {"rm_scores": made.pop("rm_scores")}
+    assert run(queue, rows)[0].generated.reward.tolist() == [0.5, 1.0]
 
 
 def test_rows_come_in_the_order_of_the_plan(queue: MemoryQueue) -> None:

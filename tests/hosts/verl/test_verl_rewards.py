@@ -17,6 +17,7 @@ from rl_plugins.lab.demo.policy import build_tokenizer
 from rl_plugins.verl import costs, scores
 from rl_plugins.verl.config import compose, read_settings
 from rl_plugins.verl.processes import program_errors
+from rl_plugins.verl.prompts import NUMBERS
 
 pytestmark = pytest.mark.host
 
@@ -95,8 +96,13 @@ class Worker:
         outputs[-1].extra_fields["reward_extra_info"] = {"acc": self.answer}
 
 
+def output_of(*mask: int) -> Any:
+    ids = list(range(5, 5 + len(mask)))
+    return SimpleNamespace(reward_score=None, extra_fields={}, response_ids=ids, response_mask=list(mask))
+
+
 def scored(answer: Any, on_error: str = "stop", validate: bool = False) -> float:
-    worker, output = Worker(answer), SimpleNamespace(reward_score=None, extra_fields={})
+    worker, output = Worker(answer), output_of(1)
     scores.install(worker, on_error)
 
     async def loop() -> None:
@@ -115,9 +121,22 @@ def test_none_is_no_reward_and_an_exception_ends_the_run_or_is_no_reward() -> No
     worker = Worker(ValueError("no"))
     scores.install(worker, "stop")
     with pytest.raises(ValueError):
-        asyncio.run(worker._compute_score([SimpleNamespace(reward_score=None, extra_fields={})], kwargs={}))
+        asyncio.run(worker._compute_score([output_of(1)], kwargs={}))
     (told,) = program_errors(worker)  # what the driver asks for
     assert "ValueError: no" in told and "on_reward_error" in told
+
+
+@pytest.mark.parametrize("answer", [0.5, None])
+def test_a_worker_notes_what_the_driver_would_read_tokens_for(answer: float | None) -> None:
+    """Tokens, those that are trained, the last one and the score, which verl gives to all rows of a loop; a reward
+    model that comes later has not said it."""
+    worker, rows = Worker(answer), [output_of(1, 0, 1), output_of(), output_of(1)]
+    if answer is None:
+        worker.reward_loop_worker_handles = None  # type: ignore[assignment]
+    scores.install(worker, "stop")
+    asyncio.run(worker._compute_score(rows, kwargs={}))
+    noted = [row.extra_fields[NUMBERS] for row in rows]
+    assert noted == [(3, 2, 7, answer), (0, 0, None, answer), (1, 1, 5, answer)]
 
 
 def test_the_option_is_one_of_two() -> None:
