@@ -24,6 +24,7 @@ from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl import costs
 from rl_plugins.verl.agent_loop import PlannedAgentLoop, published, register_loop
 from rl_plugins.verl.capabilities import TOP_LOGPROBS
+from rl_plugins.verl.compat import initial_tokens
 from rl_plugins.verl.config import chat_of
 from rl_plugins.verl.host import Output, Scorer, ServerClient
 from rl_plugins.verl.prompts import (
@@ -119,7 +120,7 @@ class ProgramAgentLoop(PlannedAgentLoop):
         messages = list(kwargs["raw_prompt"])
         rollout = self.rollout_config
         told: Mapping[str, Any] = note or {}
-        tokens = await self.ct_build_initial_tokens(messages)  # verl's own
+        tokens = await initial_tokens(self, messages)
         method = session.stack.claims["rollout"][0]
         number = int(told.get("planned_at", kwargs["global_steps"]))
         group, draw = told.get("group"), told.get("draw", 1)

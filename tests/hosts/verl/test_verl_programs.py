@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import os
 import sys
@@ -24,7 +25,7 @@ from memory_queue import MemoryQueue
 from registering import registered
 from test_batch import config, row, run
 from transfer_queue import KVBatchMeta
-from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, DictConfigWrap
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, DictConfigWrap
 from verl.workers.rollout.replica import TokenOutput
 
 from rl_plugins.core.errors import ConfigError, MethodError
@@ -131,10 +132,14 @@ COLUMNS = {
 }
 
 
+DATA = {"continuous_token": {"enable": False}}  # read by 0.9.0
+
+
 def loop(server: Any, **rollout: Any) -> ProgramAgentLoop:
     sizes = {"prompt_length": 16, "response_length": 24, "max_model_len": None, "name": "hf_cpu"}
-    cfg = OmegaConf.create({"actor_rollout_ref": {"rollout": sizes | rollout}, "data": {}})
-    return ProgramAgentLoop(DictConfigWrap(cfg), server, TOKENIZER, None, None, DictConfigWrap(cfg.data), "qwen3")
+    cfg = OmegaConf.create({"actor_rollout_ref": {"rollout": sizes | rollout}, "data": DATA})
+    family = ["qwen3"][: "hf_model_type" in inspect.signature(AgentLoopBase).parameters]  # from 0.9.1 on
+    return ProgramAgentLoop(DictConfigWrap(cfg), server, TOKENIZER, None, None, DictConfigWrap(cfg.data), *family)
 
 
 def made_by(
