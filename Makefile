@@ -93,14 +93,14 @@ test-long: .venv/ready-test
 
 # On CUDA where it is, else on the CPU with the parts on CUDA skipped; no network. On a machine without `.venv`, PYTHON
 # is an interpreter that has torch, transformers, accelerate, peft and pyarrow, and build/gpu-bundle brings what else is
-# needed (`make gpu-bundle` fills it). Results are in build/gpu, or in the folder GPU_RESULTS.
+# needed (`make gpu-bundle GPU_PYTHON=3.12` fills it for that Python). Results are in build/gpu, or in the folder GPU_RESULTS.
 test-gpu:
 	@if [ -e .venv/ready-test ]; then .venv/bin/python -m pytest -m gpu tests/gpu $(PYTEST); else \
 	$(PYTHON) tests/gpu/bundle.py unpack build/gpu-bundle build/gpu-site && \
 	PYTHONPATH=build/gpu-site:. $(PYTHON) -m pytest -m gpu tests/gpu $(PYTEST); fi
 
 gpu-bundle: .venv/ready-test
-	.venv/bin/python tests/gpu/bundle.py collect build/gpu-bundle
+	.venv/bin/python tests/gpu/bundle.py collect build/gpu-bundle $(or $(GPU_PYTHON),3.12)
 
 # The site, built as `make site` builds it, and read link by link.
 test-site: .venv/ready-test
