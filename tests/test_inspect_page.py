@@ -14,8 +14,9 @@ import pytest
 from test_inspect import invoke, run  # noqa: F401
 
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.viewer import page as viewer_page
 from rl_plugins.lab.viewer.folder import TraceFolder
-from rl_plugins.lab.viewer.page import FILES, SCRIPTS, STATIC, VENDORED, write_page
+from rl_plugins.lab.viewer.page import FILES, SCRIPTS, STATIC, VENDORED, page_size, write_page
 from rl_plugins.lab.viewer.serve import PageServer
 
 
@@ -52,6 +53,24 @@ def test_the_data_of_the_page_is_that_of_the_trace(page: Path, run: Path) -> Non
             cut(trace.texts[i]) for i in row["completion_ids"][:2]
         )
     assert group["rows"][3]["raw_reward"] is None, "NaN is no JSON"
+
+
+def test_the_size_of_a_page_is_told_before_it_is_written(
+    run: Path,  # noqa: F811
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = sum(file.stat().st_size for file in (page / "data").glob("b*/*.js"))
+    size, seconds = page_size(TraceFolder(run))
+    assert 0.5 * written < size < 2 * written and seconds > 0
+    monkeypatch.setattr(viewer_page, "LARGEST", size / 2)
+    found = invoke(str(run), "--html", str(tmp_path / "all"))
+    assert found.exit_code == 2 and "--last 1," in found.output and not (tmp_path / "all").exists()
+    found = invoke(str(run), "--html", str(tmp_path / "last"), "--last", "1")
+    assert found.exit_code == 0 and "1 batches, about " in found.output
+    assert [folder.name for folder in (tmp_path / "last" / "data").glob("b*")] == ["b2"]
+    assert [b["batch"] for b in value(tmp_path / "last" / "data" / "run.js")["batches"]] == TraceFolder(run).numbers
 
 
 def test_no_text_can_leave_its_string(page: Path) -> None:

@@ -25,6 +25,9 @@ def inspect(
     other_batch: Annotated[int | None, typer.Option(help="Batch of the other run.", min=0)] = None,
     prompt: Annotated[int | None, typer.Option(help="Dataset row whose rollouts are compared.", min=0)] = None,
     html: Annotated[Path | None, typer.Option(help="Folder for a page that opens without a server.")] = None,
+    last: Annotated[
+        int | None, typer.Option(help="Newest batches whose groups are on the page of --html.", min=1)
+    ] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Serve the page on this machine, for large traces.")] = False,
     port: Annotated[int, typer.Option(help="Port of --serve; 0: a free one.", min=0, max=65535)] = 0,
 ) -> None:
@@ -40,6 +43,8 @@ def inspect(
         raise ConfigError(f"--group {group} is given without a batch. Say which one: --batch N --group {group}")
     if (html is not None) + serve + (batch is not None) > 1:
         raise ConfigError("--batch, --html and --serve show the trace in three ways. Give one of them.")
+    if last is not None and html is None:
+        raise ConfigError(f"--last {last} is of a page. Give --html FOLDER, too.")
     if compare is None and (other_batch is not None or prompt is not None):
         raise ConfigError("--other-batch and --prompt belong to a comparison. Give --compare RUN, too.")
     if compare is not None and group is not None:
@@ -49,14 +54,24 @@ def inspect(
 
     from rl_plugins.lab.viewer.comparison import pair_of, pairs
     from rl_plugins.lab.viewer.folder import TraceFolder
-    from rl_plugins.lab.viewer.page import write_page
+    from rl_plugins.lab.viewer.page import LARGEST, page_size, write_page
     from rl_plugins.lab.viewer.terminal import print_batch, print_group, print_pair, print_pairs, print_run
 
-    trace, console = TraceFolder(run), Console(highlight=False)
-    other = TraceFolder(compare) if compare is not None else None
+    trace, console = TraceFolder(run, last), Console(highlight=False)
+    other = TraceFolder(compare, last) if compare is not None else None
     second = None if other is None or other.path == trace.path else other
     if html is not None:
-        count = len(trace.recorded) + (len(second.recorded) if second else 0)
+        written = [trace, *([second] if second else [])]
+        count = sum(len(t.recorded) for t in written)
+        size, seconds = map(sum, zip(*map(page_size, written), strict=True))
+        about = f"{count} batches, about {size / 1e6:,.0f} MB in {seconds:,.0f} s"
+        if size > LARGEST and last is None:
+            raise ConfigError(
+                f"The page would be large: {about}. Up to {LARGEST / 1e6:,.0f} MB are written without --last. Give "
+                f"--last {max(1, int(len(trace.recorded) * LARGEST / size))}, which is about as much, or any other "
+                f"number of batches, or use --serve, which writes nothing."
+            )
+        console.print(f"The page: {about}.", markup=False, soft_wrap=True)
         for _ in track(write_page(trace, html, second), "Writing the page", count, console=console):
             pass
         console.print(f"Open {html / 'index.html'} in a browser.", markup=False, soft_wrap=True)

@@ -20,19 +20,20 @@ class TraceFolder:
 
     Args:
         run: folder of a run (with the folder `trace`), or of the trace itself.
+        last: newest batches whose rollouts are looked at; None: all.
 
     Raises:
         ConfigError: there is no trace.
     """
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, last: int | None = None) -> None:
         here = [folder for folder in (run / "trace", run) if (folder / "batches").is_dir()]
         if not here:
             raise ConfigError(
                 f"{run} has no trace. Give the folder of a run that was made with the config word `trace: true` "
                 f"(verl: +rl_plugins.trace=true)."
             )
-        self.path = here[0]
+        self.path, self.last = here[0], last
         # groups of one batch are usually looked at one after another
         self._whole = lru_cache(maxsize=2)(self._read_rollouts)
         if not self.numbers:
@@ -46,7 +47,11 @@ class TraceFolder:
     @cached_property
     def recorded(self) -> list[int]:
         """Generation batches whose rollouts are there."""
-        return self._numbers("rollouts")
+        return self._numbers("rollouts")[-(self.last or 0) :]
+
+    def bytes_of(self, batch: int) -> int:
+        """Size of the rollouts of a batch on disk."""
+        return self._file("rollouts", batch).stat().st_size
 
     @cached_property
     def batches(self) -> list[Record]:
@@ -104,11 +109,14 @@ class TraceFolder:
         """A file of the trace; of the columns, those it has."""
         import pyarrow.parquet as pq
 
-        path = self.path / name / f"batch-{number:08d}.parquet"
+        path = self._file(name, number)
         with parquet_of(path):
             file = pq.ParquetFile(path)
             there = file.schema_arrow.names
             return file.read(None if columns is None else [c for c in columns if c in there], use_threads=False)
+
+    def _file(self, name: str, number: int) -> Path:
+        return self.path / name / f"batch-{number:08d}.parquet"
 
     def _read_rollouts(self, number: int) -> Any:
         return self.table("rollouts", number)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -35,6 +36,8 @@ FILES = (
 )
 OTHER = "other"
 LONGEST_TOKEN = 200  # characters of a token's text
+LARGEST = 500e6
+"""Bytes of a page that is written without being asked for that many batches."""
 # columns of a row that the page has from elsewhere
 LEFT_OUT = ("schema", "batch", "group", "prompt_index", "prompt_ids")
 
@@ -60,6 +63,24 @@ def group_data(trace: TraceFolder, batch: int, group: int, prefix: str = "") -> 
         ConfigError: they are not in the trace.
     """
     return _group(trace, trace.rollout_table(batch, group), f"{prefix}b{batch}/g{group}")
+
+
+def page_size(trace: TraceFolder) -> tuple[float, float]:
+    """(bytes, seconds) that writing its batches takes about: a group of the first, middle and last one, scaled by the
+    size of the files."""
+    chosen = {trace.recorded[k] for k in (0, len(trace.recorded) // 2, -1)} if trace.recorded else set()
+    size = seconds = sampled = 0.0
+    for number in chosen:
+        start = time.perf_counter()
+        whole = trace.rollout_table(number)
+        read = time.perf_counter()
+        rows = whole.filter(pc.equal(whole["group"], whole["group"][0]))
+        times = len(whole) / len(rows)
+        size += times * len(_group(trace, rows, ""))
+        seconds += read - start + times * (time.perf_counter() - read)
+        sampled += trace.bytes_of(number)
+    factor = sum(map(trace.bytes_of, trace.recorded)) / max(sampled, 1.0)
+    return factor * size, factor * seconds
 
 
 def write_page(trace: TraceFolder, out: Path, other: TraceFolder | None = None) -> Iterator[int]:
