@@ -1,6 +1,6 @@
 """What the tier for a GPU needs on a machine without network: wheels, in pieces small enough to be carried.
 
-    python tests/gpu/bundle.py collect build/gpu-bundle 3.12     # here, for that Python, in the environment of the tests
+    python tests/gpu/bundle.py collect build/gpu-bundle 3.12            # here, where the tests run, for that Python
     python tests/gpu/bundle.py unpack build/gpu-bundle build/gpu-site   # there
 
 The other machine has `THERE` with all that they need. Everything else comes as wheels of Python alone, in the versions
