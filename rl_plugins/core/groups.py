@@ -32,6 +32,11 @@ def parts(size: int) -> Iterator[slice]:
     return (slice(i, i + _PART) for i in range(0, size, _PART))
 
 
+def empty(size: int) -> Tensor:
+    """(size,) float64 to be filled in parts. numpy asks the system for large pages, which torch does not."""
+    return torch.from_numpy(np.empty(size))
+
+
 class Groups:
     """Which rows belong together.
 
@@ -117,7 +122,7 @@ class Groups:
         total = torch.zeros_like(anchor)
         for part in parts(len(x)):
             index = self.index[part]
-            deviation = x[part].double() - anchor[index]
+            deviation = x[part].double() - anchor.index_select(0, index)
             if not finite:
                 deviation = deviation.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
             total.scatter_add_(0, index, deviation)

@@ -605,6 +605,7 @@ def weighted_reward(rewards: Tensor, weights: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Tokens(Replaceable):
     """Every token of the batch that may carry a gradient, flat: there is no padding here that anything could depend on.
+    They lie row by row, in the order of their places.
 
     Statistics over rows are `Groups(tokens.row, count=len(rollouts))`. Columns a method did not ask for are None.
 

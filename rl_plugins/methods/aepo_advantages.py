@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_plugins import Groups, Method, MethodParams, Rollouts, Shape, Tokens, param
+from rl_plugins import Method, MethodParams, Rollouts, Shape, Tokens, param
+from rl_plugins.core.groups import empty, parts
 from rl_plugins.core.params import above
+from rl_plugins.kit.whole_batch import Spread, live_tokens
 
 _SPREAD = 1e-6  # relative; a standard deviation below it is rounding
 
@@ -48,22 +50,32 @@ class AepoAdvantages(Method):
         )
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
-        assert tokens.entropies is not None  # in `needs`
-        live = tokens.keep & ~torch.isnan(rollouts.reward)[tokens.row]
-        if not bool(live.any()):
+        p, before, entropy = self.params, tokens.advantages, tokens.entropies
+        assert entropy is not None  # in `needs`
+        live = live_tokens(rollouts, tokens)
+        n = int(torch.count_nonzero(live))
+        if not n:
             return None
-        entropy = torch.where(live, tokens.entropies.double(), torch.nan)
-        everything = Groups.one(len(tokens))
-        centered, std = everything.center_and_std(entropy)
-        constant = std <= _SPREAD * everything.mean(entropy).abs().clamp(min=1)
-        z = torch.nan_to_num(torch.where(constant, 0.0, centered / std), nan=0.0)
-        if self.params.z_max is not None:
-            z = z.clamp(-self.params.z_max, self.params.z_max)
-        before = tokens.advantages
-        after = before * (1 + self.params.weight * z)
-        self.log("z_max", z[live].max(), "max")
-        self.log("z_min", z[live].min(), "min")
-        signed = live & (before != 0)
-        if bool(signed.any()):
-            self.log("sign_changed", (after * before < 0)[signed].double().mean())
+        spread = Spread.of(lambda part: entropy[part].double(), live)
+        constant = spread.std <= _SPREAD * max(1, abs(spread.mean))
+        after, low, high = empty(len(before)), [], []
+        signed = changed = 0
+        for part in parts(len(live)):
+            a = before[part]
+            z = torch.zeros_like(a) if constant else spread.centered(entropy[part].double()).div_(spread.std)
+            if p.z_max is not None:
+                z.clamp_(-p.z_max, p.z_max)
+            if n < len(live):
+                z.mul_(live[part])
+            factor = 1 + p.weight * z
+            torch.mul(a, factor, out=after[part])
+            low.append(float(z.min()))  # the mean of z is 0, so the zeros of other tokens are no extremes
+            high.append(float(z.max()))
+            signed += int(torch.count_nonzero(a if n == len(live) else a * live[part]))
+            if 1 + p.weight * low[-1] < 0:
+                changed += int(torch.count_nonzero((factor < 0) & (a != 0)))
+        self.log("z_max", max(high), "max")
+        self.log("z_min", min(low), "min")
+        if signed:
+            self.log("sign_changed", changed / signed)
         return Shape(advantages=after)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,14 +57,15 @@ class EchoClip(Method):
                 )
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
-        p, rows = self.params, Groups(tokens.row, count=len(rollouts))
-        counts = tokens.keep
+        p = self.params
         if p.tail_window:
-            counts = rows.top_k(torch.where(counts, tokens.position.double(), torch.nan), p.tail_window)
-        tail = rows.mean(torch.where(counts, confidence(tokens), torch.nan))
-        tail = torch.nan_to_num(tail, nan=0.0).clamp(0, 1)
+            last = last_tokens(tokens, len(rollouts), p.tail_window)
+            tail = Groups(tokens.row[last], count=len(rollouts)).mean(confidence(tokens, last))
+        else:
+            of_all = torch.where(tokens.keep, confidence(tokens), torch.nan)
+            tail = Groups(tokens.row, count=len(rollouts)).mean(of_all)
+        trained, tail = ~torch.isnan(tail), torch.nan_to_num(tail, nan=0.0).clamp(0, 1)
         clip_range = p.eps_min + (p.eps_max - p.eps_min) * torch.sigmoid(p.kappa * (1 - tail))
-        trained = rows.sum(tokens.keep.double()) > 0
         if bool(trained.any()):
             self.log("tail_confidence", tail[trained].mean())
             self.log("clip_range", clip_range[trained].mean())
@@ -78,3 +80,11 @@ class EchoClip(Method):
         lower = (adv < 0) & (torch.maximum(plain, clipped) > -dual_clip * adv)
         live.log_means(self, clipfrac=clipped > plain, clipfrac_lower=lower, kl=old - lp)
         return ppo_clip(lp, old, adv, bound, bound, dual_clip)
+
+
+def last_tokens(tokens: Tokens, rows: int, most: int) -> Tensor:
+    """(n,) int64, the last tokens of each row that are in the update, at most so many of a row."""
+    inside = torch.from_numpy(np.flatnonzero(tokens.keep.numpy()))
+    end = torch.searchsorted(tokens.row[inside], torch.arange(rows + 1))
+    place = end[1:, None] - torch.arange(most, 0, -1)
+    return inside[place[place >= end[:-1, None]]]

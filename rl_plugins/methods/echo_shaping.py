@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 from rl_plugins import Groups, Method, MethodParams, Rollouts, Shape, Tokens, from_params, param, signals
+from rl_plugins.core.groups import empty, parts
 from rl_plugins.core.params import above
+from rl_plugins.kit.whole_batch import Spread, live_tokens
 from rl_plugins.methods.echo.confidence import confidence
 
 _EPS = 1e-8  # of the variance
@@ -59,33 +62,63 @@ class EchoShaping(Method):
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
         p, before = self.params, tokens.advantages
-        live = tokens.keep & ~torch.isnan(rollouts.reward)[tokens.row]
-        if not bool(live.any()):
+        live = live_tokens(rollouts, tokens)
+        n = int(torch.count_nonzero(live))
+        if not n:
             return None
-        score = torch.zeros_like(before)
-        if p.alpha:
-            assert tokens.entropies is not None  # in `needs`
-            score = score + p.alpha * self._scaled(tokens.entropies.double(), live)
-        if p.beta:
-            score = score + p.beta * self._scaled(1 - confidence(tokens), live)
-        if p.s_max is not None:
-            self.log("clipped", (score.abs() > p.s_max)[live].double().mean())
-            score = score.clamp(-p.s_max, p.s_max)
-        after = before * (1 + p.mult_coeff * score)
+        scores = self._scores(tokens, live)
+        after, level, counts = empty(len(before)), None, torch.zeros(3, dtype=torch.float64)
+        no_token, keeps_signs = torch.tensor(0), not p.add_coeff and p.mult_coeff * (p.s_max or torch.inf) < 1
         if p.add_coeff:
-            groups = Groups(rollouts.group[tokens.row])
-            mean = groups.rows(groups.mean(torch.where(live, score, torch.nan)))
-            after = after + p.add_coeff * (score - mean)
-        after = torch.where(live, after, before)
-        self.log("change", (after - before)[live].abs().mean())
-        signed = live & (before != 0)
-        if bool(signed.any()):
-            self.log("sign_changed", (after * before < 0)[signed].double().mean())
+            of_row, score = rollouts.groups.index.index_select(0, tokens.row), torch.full_like(before, torch.nan)
+            for part in parts(len(live)):
+                score[part] = torch.where(live[part], self._limited(scores(part)), torch.nan)
+            level = Groups(of_row, count=rollouts.groups.count).mean(score)
+        for part in parts(len(live)):
+            a, raw = before[part], scores(part)
+            score = self._limited(raw)
+            change = a * score * p.mult_coeff
+            if level is not None:
+                change += p.add_coeff * (score - level.index_select(0, of_row[part]))
+            clipped = raw != score
+            if n < len(live):
+                change, clipped = torch.where(live[part], change, 0.0), clipped & live[part]
+            new = torch.add(a, change, out=after[part])
+            flipped = no_token if keeps_signs else torch.count_nonzero(new * a < 0)
+            counts += torch.stack([change.abs_().sum(), torch.count_nonzero(clipped), flipped])
+        change, clipped, flipped = counts.tolist()
+        if p.s_max is not None:
+            self.log("clipped", clipped / n)
+        self.log("change", change / n)
+        signed = (int(torch.count_nonzero(before[part] * live[part])) for part in parts(len(live)))
+        total = sum(signed) if flipped else next(filter(None, signed), 0)
+        if total:
+            self.log("sign_changed", flipped / total)
         return Shape(advantages=after)
 
-    def _scaled(self, x: Tensor, live: Tensor) -> Tensor:
-        if self.params.statistics == "raw":
-            return x
-        everything = Groups.one(len(x))
-        centered, std = everything.center_and_std(torch.where(live, x, torch.nan))
-        return torch.nan_to_num(centered / torch.sqrt(std**2 + _EPS), nan=0.0)
+    def _scores(self, tokens: Tokens, live: Tensor) -> Callable[[slice], Tensor]:
+        """A part of the tokens -> S before its limit, float64."""
+        p, terms = self.params, list[tuple[float, Callable[[slice], Tensor], Spread | None]]()
+        entropies = tokens.entropies
+        if p.alpha:
+            assert entropies is not None  # in `needs`
+            terms.append((p.alpha, lambda part: entropies[part].double(), None))
+        if p.beta:
+            terms.append((p.beta, lambda part: 1 - confidence(tokens, part), None))
+        if p.statistics == "white":
+            terms = [(weight, values, Spread.of(values, live)) for weight, values, _ in terms]
+
+        def score(part: slice) -> Tensor:
+            total = torch.zeros_like(tokens.advantages[part])
+            for weight, values, spread in terms:
+                x = values(part)
+                if spread is not None:
+                    x = spread.centered(x).div_((spread.std**2 + _EPS) ** 0.5)
+                total.add_(x, alpha=weight)
+            return total
+
+        return score
+
+    def _limited(self, score: Tensor) -> Tensor:
+        limit = self.params.s_max
+        return score if limit is None else score.clamp(-limit, limit)

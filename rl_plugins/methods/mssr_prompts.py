@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rl_plugins import PromptPool, Rollouts, Tokens, param
+from rl_plugins.kit.prompt_memory import SMALL
 from rl_plugins.methods.mssr.tracker import Tracked, TrackerParams
 
+_FIRST_LOOK = 4096  # rows that are looked at first
 _FLOOR = 1e-6  # a prompt that always or never succeeds keeps a chance
 
 
@@ -33,8 +36,9 @@ class MssrPrompts(Tracked):
 
     Special cases: a batch that is not full asks again, and the draw continues where it stopped.
 
-    State: alpha, beta, kl, and tried (dataset size,) 0 or 1. One draw of exponential variables per generation batch,
-    from `self.rng`: the smallest of variable / weight are a sample without replacement.
+    State: alpha, beta, kl, and tried (dataset size,) bool. Draws are from `self.rng`.
+
+    Logs: weight, the mean over the prompts; above 65,536 prompts over so many of them.
 
     Raises:
         ConfigError: a parameter out of range.
@@ -44,7 +48,7 @@ class MssrPrompts(Tracked):
 
     name = "mssr_prompts"
     fidelity = "code"
-    state_version = 2  # which prompts were tried
+    state_version = 3  # 2: which prompts were tried; 3: as bool, and another draw above SMALL prompts
     does = "Draws prompts with a probability that grows with the spread of their outcomes"
     problems = ("no_signal", "few_prompts")
 
@@ -53,20 +57,63 @@ class MssrPrompts(Tracked):
         priority: float = param(1.0, "exponent of the weight; 0: uniform", ge=0)
 
     def _initial(self, known: Tensor) -> dict[str, Any]:
-        return {**super()._initial(known), "tried": (~torch.isnan(known)).double()}
+        return {**super()._initial(known), "tried": ~torch.isnan(known)}
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         super().observe(rollouts, tokens, stats)
         scored = rollouts.prompt_index[~torch.isnan(rollouts.reward) & (rollouts.prompt_index >= 0)]
-        self.state["tried"].index_fill_(0, scored, 1.0)
+        self.state["tried"].index_fill_(0, scored, True)
 
     def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
-        value = torch.where(self.state["tried"] > 0, self._values(torch.arange(pool.size)), 0.5)
-        weight = (torch.sqrt(value * (1 - value)) + _FLOOR) ** self.params.priority
+        largest = (0.5 + _FLOOR) ** self.params.priority
+        chosen = weighted_draw(self._weights, largest, pool.size, n, set(pool.taken), self.rng("prompts"))
         if not pool.taken:
-            self.log("weight", weight.mean())
-        arrival = torch.from_numpy(self.rng("prompts").exponential(size=pool.size)) / weight
-        arrival[list(pool.taken)] = torch.inf
-        chosen: list[int] = torch.sort(arrival, stable=True).indices[:n].tolist()
-        self.note(chosen, "value {value:.2f}, weight {weight:.2g}", value=value[chosen], weight=weight[chosen])
+            few = pool.size <= SMALL
+            seen = (
+                torch.arange(pool.size) if few else torch.from_numpy(self.rng("seen").integers(pool.size, size=SMALL))
+            )
+            self.log("weight", self._weights(seen).mean())
+        if self.traced:
+            value, weight = self._value(torch.tensor(chosen)), self._weights(torch.tensor(chosen))
+            self.note(chosen, "value {value:.2f}, weight {weight:.2g}", value=value, weight=weight)
         return chosen
+
+    def _value(self, prompts: Tensor) -> Tensor:
+        return torch.where(self.state["tried"][prompts], self._values(prompts), 0.5)
+
+    def _weights(self, prompts: Tensor) -> Tensor:
+        """(n,) weight of these dataset rows."""
+        value = self._value(prompts)
+        return (torch.sqrt(value * (1 - value)) + _FLOOR) ** self.params.priority
+
+
+def weighted_draw(
+    weights: Callable[[Tensor], Tensor], largest: float, size: int, n: int, taken: set[int], rng: np.random.Generator
+) -> list[int]:
+    """n different rows, drawn one after the other with probabilities in proportion to their weights.
+
+    Up to `SMALL` rows the smallest of exponential variables / weight are such a sample. Above, rows are drawn uniformly
+    and accepted with the probability of their weight; a row that was accepted before is passed over. That gives the
+    same distribution and looks at few rows, unless nearly all weights are small: what then is missing is drawn from the
+    other rows as up to `SMALL`.
+
+    Args:
+        weights: (rows,) int64 -> their weights, > 0. largest: none is above it.
+        taken: rows that are not wanted; with the same generator, the answer continues the same draw.
+        n: at most size - len(taken).
+    """
+    found, looked = dict[int, None](), _FIRST_LOOK
+    while size > SMALL and looked <= size // 8:
+        rows = rng.integers(size, size=looked)
+        accepted = rng.random(looked) * largest < weights(torch.from_numpy(rows)).numpy()
+        found |= dict.fromkeys(rows[accepted].tolist())
+        chosen = [row for row in found if row not in taken]
+        if len(chosen) >= n:
+            return chosen[:n]
+        looked *= 2
+    arrival = rng.exponential(size=size) / weights(torch.arange(size)).numpy()
+    arrival[list(found.keys() | taken)] = np.inf
+    chosen = [row for row in found if row not in taken]
+    missing = n - len(chosen)
+    near = np.flatnonzero(arrival <= np.partition(arrival, missing - 1)[missing - 1]) if missing else []
+    return [*chosen, *near[np.argsort(arrival[near], kind="stable")][:missing].tolist()]

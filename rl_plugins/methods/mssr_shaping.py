@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from rl_plugins import Method, MethodParams, Rollouts, Shape, Tokens, from_params, param
+from rl_plugins.core.groups import empty, parts
 from rl_plugins.core.params import above
 
 _ON = {"entropy_weight": above(0)}
@@ -48,16 +49,20 @@ class MssrShaping(Method):
         )
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
-        entropy = tokens.entropies
-        if self.params.entropy == "sampled":
-            assert tokens.old_logprobs is not None  # in `needs`
-            logprobs = tokens.old_logprobs.double()
-            entropy = -torch.exp(logprobs) * logprobs
-        assert entropy is not None  # in `needs`
-        size = tokens.advantages.abs()
-        wanted, cap = self.params.entropy_weight * entropy.double().clamp(min=0), size / self.params.cap
-        bonus = torch.minimum(wanted, cap)
-        live = tokens.keep & (size > 0)
-        self.log("bonus", bonus[tokens.keep].mean())
-        self.log("capped", (wanted > cap)[live].double().mean())
-        return Shape(advantages=tokens.advantages + bonus)
+        p, before = self.params, tokens.advantages
+        column = tokens.old_logprobs if p.entropy == "sampled" else tokens.entropies
+        assert column is not None  # in `needs`
+        after, counts = empty(len(before)), torch.zeros(4, dtype=torch.float64)
+        for part in parts(len(tokens)):
+            keep, size, x = tokens.keep[part], before[part].abs(), column[part].double()
+            entropy = torch.exp(x).neg_().mul_(x) if p.entropy == "sampled" else x
+            wanted, cap = p.entropy_weight * entropy.clamp_(min=0), size / p.cap
+            bonus = torch.minimum(wanted, cap)
+            torch.add(before[part], bonus, out=after[part])
+            live, capped = keep & (size > 0), wanted > cap
+            found = [(bonus * keep).sum(), *(torch.count_nonzero(x) for x in (keep, capped & live, live))]
+            counts += torch.stack(found)
+        bonus_sum, kept, capped_tokens, live_tokens = counts
+        self.log("bonus", bonus_sum / kept)
+        self.log("capped", capped_tokens / live_tokens)
+        return Shape(advantages=after)

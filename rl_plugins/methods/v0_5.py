@@ -126,22 +126,25 @@ class V05(Method):
             rows = tuple(row.replace(n=min(row.n, max(p.k_init, len(row.given) - row.spare))) for row in plan.rows)
             return plan.replace(rows=rows)
         groups, left, rows = plan.so_far, plan.budget - plan.trained, plan.rows
-        scored = [g.rewards[~torch.isnan(g.rewards)].double() for g in groups]
-        self._check_bounds(torch.cat([*scored, torch.zeros(0)]))
-        k = torch.tensor([len(x) for x in scored], dtype=torch.float64)
-        mean = torch.stack([x.mean() if len(x) else torch.tensor(torch.nan).double() for x in scored])
+        made = [len(g.rewards) for g in groups]
+        of_group = Groups(torch.arange(len(groups)).repeat_interleave(torch.tensor(made)), count=len(groups))
+        reward = torch.cat([g.rewards for g in groups]).double()
+        self._check_bounds(reward[~torch.isnan(reward)])
+        k, mean = of_group.n(reward), of_group.mean(reward)
         prior = self._predict(torch.tensor([g.row.prompt_index for g in groups]))
         gain = next_gain(fuse(mean, k, prior, p.s2).bias2, k, p.s2)
         cost = p.s2 / p.k_max**2 if p.cost is None else p.cost
         text = "prior {prior:.2f}, mean {mean:.2f} of {n:.0f}; a rollout more gains {gain:.2g} at a cost of {cost:.2g}"
         named = [g.row.group for g in groups]
         self.note(named, text, prior=prior, mean=mean, n=k, gain=gain, cost=cost)
-        for i in torch.sort(gain, descending=True, stable=True).indices.tolist():
-            n = min(p.increment, p.k_max - len(groups[i].rewards), left)
-            if gain[i] > cost and n > 0:
-                rows += (groups[i].row.replace(n=n, spare=0, given=()),)
+        by_gain = torch.sort(gain, descending=True, stable=True).indices
+        more = []
+        for i in by_gain[gain[by_gain] > cost].tolist():
+            n = min(p.increment, p.k_max - made[i], left)
+            if n > 0:
+                more.append(groups[i].row.replace(n=n, spare=0, given=()))
                 left -= n
-        return plan.replace(rows=rows)
+        return plan.replace(rows=(*rows, *more))
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
         p, each = self.params, rollouts.per_rollout

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins import Groups, Idle, Method, MethodError, MethodParams, Rollouts, Shape, Tokens, param
+from rl_plugins.core.groups import empty, parts
 from rl_plugins.core.params import above
 
 
@@ -56,22 +57,33 @@ class XrpoNovelty(Method):
                 "that computes log-probs of the policy at the start of the step, or remove "
                 "`xrpo_novelty`."
             )
-        of_rollout = rollouts.per_rollout.rows.index[tokens.row]
-        advantage, likelihood = tokens.advantages, relative_likelihood(rollouts, tokens)[of_rollout]
-        wanted = (p.weight * (1 - likelihood)).clamp(min=0)
-        positive = advantage > 0
-        bonus = torch.where(positive, torch.minimum(wanted, p.cap * advantage), 0.0)
-        self.log("bonus", bonus[positive].mean())
-        self.log("capped", (wanted > p.cap * advantage)[positive].double().mean())
-        right = Groups(of_rollout[positive])
-        self.log("novel", (right.min(likelihood[positive]) < 1).double().mean())
-        return Shape(advantages=advantage + bonus)
+        before, rows = tokens.advantages, rollouts.per_rollout.rows
+        likelihood = relative_likelihood(rollouts, tokens)
+        wanted_of_row = rows.rows((p.weight * (1 - likelihood)).clamp(min=0))
+        after, counts = empty(len(before)), torch.zeros(3, dtype=torch.float64)
+        for part in parts(len(tokens)):
+            row, a = tokens.row[part], before[part]
+            wanted, cap = wanted_of_row.index_select(0, row), p.cap * a
+            bonus = torch.minimum(wanted, cap).clamp_(min=0)  # 0 where A is not above 0
+            torch.add(a, bonus, out=after[part])
+            positive = a > 0
+            counts += torch.stack([bonus.sum(), *map(torch.count_nonzero, (positive, positive & (wanted > cap)))])
+        bonus_sum, tokens_right, capped = counts
+        self.log("bonus", bonus_sum / tokens_right)
+        self.log("capped", capped / tokens_right)
+        self.log(
+            "novel", (likelihood[rows.max(Groups(tokens.row, count=len(rollouts)).max(before)) > 0] < 1).double().mean()
+        )
+        return Shape(advantages=after)
 
 
 def relative_likelihood(rollouts: Rollouts, tokens: Tokens) -> Tensor:
     """eta, (rollouts,) float64: the likelihood per token over that of the group; 1 where there is none."""
-    each = rollouts.per_rollout
-    assert tokens.old_logprobs is not None
-    mean = Groups(each.rows.index[tokens.row], count=each.rows.count).mean(tokens.old_logprobs.double())
+    each, of_row, logprobs = rollouts.per_rollout, Groups(tokens.row, count=len(rollouts)), tokens.old_logprobs
+    assert logprobs is not None
+    mean, n = of_row.mean(logprobs), of_row.n(logprobs)
+    rows = each.rows.mean(mean)  # that of the tokens, where all rows have as many
+    deviation = each.rows.sum(n * (mean - each.rows.rows(rows)))
+    mean = rows + deviation / each.rows.sum(n)
     mean = torch.where(torch.isnan(each.reward), torch.nan, mean)
     return torch.exp(mean - each.groups.rows(each.groups.mean(mean))).nan_to_num(nan=1.0)

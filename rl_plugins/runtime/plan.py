@@ -5,6 +5,7 @@ An adapter calls `first_plan`, and `next_plan` for further rounds. Nothing here 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -266,17 +267,20 @@ def _select(
 
 def _own_prompts(stack: MethodStack, n: int, taken: set[int], size: int) -> list[int]:
     """The next prompts of the driver's own endless permutation of the dataset. Only its position is state."""
-    import numpy as np
-
     out: list[int] = []
-    shuffled, order = -1, np.empty(0, dtype=np.int64)
     while len(out) < n and len(taken) < size:
         epoch, place = divmod(stack.extra_prompts, size)
-        if epoch != shuffled:
-            shuffled, order = epoch, np.random.default_rng([stack.seed, epoch]).permutation(size)
-        prompt = int(order[place])
+        prompt = int(_shuffled(stack.seed, epoch, size)[place])
         stack.extra_prompts += 1
         if prompt not in taken:
             taken.add(prompt)
             out.append(prompt)
     return out
+
+
+@functools.lru_cache(maxsize=1)
+def _shuffled(seed: int, epoch: int, size: int) -> Any:
+    """(size,) int64 order of an epoch, kept until another is asked for: 10^7 prompts take 0.4 s."""
+    import numpy as np
+
+    return np.random.default_rng([seed, epoch]).permutation(size)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from rl_plugins.core.errors import MethodError
+from rl_plugins.core.groups import Groups
 from rl_plugins.core.rollouts import MAX_ROUNDS, GroupSoFar, Plan, PlanRow
 from rl_plugins.runtime.plan import next_plan
 from rl_plugins.runtime.stack import MethodStack
@@ -45,7 +47,9 @@ class Rounds:
         """
         self.number += 1
         first = {row.group: row for row in reversed(self.rows)}
-        so_far = tuple(GroupSoFar(row, reward[group == g]) for g, row in sorted(first.items()))
+        made, order = Groups(group), torch.sort(group, stable=True).indices
+        split = dict(zip(made.ids.tolist(), torch.split(reward[order], made.size.tolist()), strict=True))
+        so_far = tuple(GroupSoFar(row, split.get(g, reward[:0])) for g, row in sorted(first.items()))
         left = self.budget - sum(row.n for row in self.rows)
         asked = Plan((), self.group_size, left, self.number, so_far, self.stack.batch, first=False)
         plan = next_plan(self.stack, asked, self.pool_size)

@@ -428,7 +428,7 @@ def test_prompts_are_drawn_in_proportion_to_the_standard_deviation_of_their_outc
     for priority in (0.0, 1.0, 2.0):
         stack = prompts_stack(5, priority=priority)
         counts = {"alpha": 8 * value, "beta": 8 * (1 - value)}
-        stack.methods[0].state = {**stack.methods[0].state, **counts, "tried": torch.ones(5)}
+        stack.methods[0].state = {**stack.methods[0].state, **counts, "tried": torch.ones(5, dtype=torch.bool)}
         weight = (torch.sqrt(value * (1 - value)) + 1e-6) ** priority
         expected = (weight / weight.sum()).tolist()
         count = np.bincount([choose(stack, 5, 1, step=s)[0] for s in range(3000)], minlength=5) / 3000
