@@ -76,6 +76,15 @@ class Ranks(Method):
         return torch.arange(len(rollouts)).double()
 
 
+class Doubles(Method):
+    """Reads no token."""
+
+    name = "doubles"
+
+    def shape(self, rollouts, tokens):
+        return Shape(row_factor=torch.full((len(rollouts),), 2.0))
+
+
 class Shapes(Method):
     """Later tokens count more; the first token of each row and the last row leave; a column for each."""
 
@@ -143,7 +152,7 @@ def read(folder: Path, table: str, number: int = 0) -> Any:
 
 
 def test_files_say_what_was_decided(tmp_path: Path) -> None:
-    stack = started(tmp_path, Plans(), Halves(), Drops(), Ranks(), Shapes())
+    stack = started(tmp_path, Plans(), Halves(), Drops(), Ranks(), Doubles(), Shapes())
     first_plan(stack, [0, 1], GROUP, 2 * GROUP, 16, None)
     d = traced(stack)
     rows, (rollouts, tokens) = read(tmp_path, "rollouts"), batch_of()
@@ -187,13 +196,14 @@ def test_files_say_what_was_decided(tmp_path: Path) -> None:
     # stages: `ranks` numbers the rows that stayed
     assert [r["advantages"][0]["advantage"] for r in rows if r["advantages"]] == [0, 1, 0, 3, 4, 5, 6]
     assert rows[0]["advantages"][0]["stage"] == "ranks.advantages"
+    assert [r["advantages"][1]["advantage"] for r in rows if r["advantages"]] == [0, 2, 0, 6, 8, 10, 12]
     # the plan
     assert (
         rows[0]["plan"]["by"] == ["plans"] and rows[0]["origin"] == "given" and rows[0]["plan"]["edited"] == ["prompt"]
     )
     assert rows[4]["plan"]["by"] == [] and rows[4]["origin"] == "generated"
     (summary,) = read(tmp_path, "batches")
-    assert summary["methods"] == ["plans", "halves", "drops", "ranks", "shapes"]
+    assert summary["methods"] == ["plans", "halves", "drops", "ranks", "doubles", "shapes"]
     assert summary["rows"] == 8 and summary["trained_rows"] == int(d.trained.sum())
     assert summary["trained_tokens"] == int(d.keep_tokens.sum())
     change = (d.row_advantages - grpo).abs()

@@ -25,7 +25,7 @@ from torch import Tensor
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.groups import Groups
 from rl_plugins.core.params import FUNCTION, MethodParams, param
-from rl_plugins.kit.columns import cell
+from rl_plugins.kit.columns import arrow_column, cell
 from rl_plugins.kit.prompt_memory import Counts
 from rl_plugins.kit.services import Service, number, prompt_text
 
@@ -320,10 +320,5 @@ def dataset_of(run: Run) -> Any:
 
 def _whole_column(dataset: Any, name: str) -> Tensor | None:
     """A column of numbers of a `datasets.Dataset`, (rows,) float64, read as it lies in Arrow; None of anything else."""
-    if name not in (getattr(dataset, "column_names", None) or ()) or not hasattr(dataset, "with_format"):
-        return None
-    kind = getattr(dataset.features[name], "dtype", "")
-    if dataset.format["type"] is not None or not kind.startswith(("int", "uint", "float")):
-        return None  # rows are made by a function, or hold no numbers
-    column = dataset.select_columns([name]).with_format("arrow")[:].column(name)
-    return None if column.null_count else torch.from_numpy(column.to_numpy().astype("float64"))
+    column = arrow_column(dataset, name, ("int", "uint", "float"))
+    return None if column is None or column.null_count else torch.from_numpy(column.to_numpy().astype("float64"))

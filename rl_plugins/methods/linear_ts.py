@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Method, MethodParams, PromptPool, Rollouts, Run, Tokens, from_params, param
 from rl_plugins.core.errors import did_you_mean, shown
-from rl_plugins.kit.columns import cell
+from rl_plugins.kit.columns import categories
 from rl_plugins.kit.priors import dataset_of
 
 Array = NDArray[np.float64]
@@ -116,7 +116,7 @@ class LinearTS(Method):
 
     def start(self, run: Run) -> None:
         p = self.params
-        values = [str(v) for v in column_values(dataset_of(run), p.column, run.dataset_size or 0)]
+        values, number = categories(dataset_of(run), p.column, run.dataset_size or 0)
         self._names = sorted(set(values))
         count, d = len(self._names), len(p.context)
         if not 1 < count <= MOST_ARMS:
@@ -124,8 +124,8 @@ class LinearTS(Method):
                 f"the column `{p.column}` has {count} different values (one is {shown(self._names[0])}); it must "
                 f"have 2 to {MOST_ARMS}. Name a column of domains."
             )
-        number = {name: i for i, name in enumerate(self._names)}
-        arm = np.array([number[v] for v in values], dtype=np.int64)
+        place = {name: i for i, name in enumerate(self._names)}
+        arm = np.array([place[v] for v in values], dtype=np.int64)[number]
         self._arm = torch.from_numpy(arm)
         order = np.argsort(arm, kind="stable")
         self._prompts = np.split(order, np.cumsum(np.bincount(arm, minlength=count))[:-1])
@@ -301,10 +301,3 @@ def shares(weights: Array, n: int, free: NDArray[np.int64], owed: Array) -> tupl
         count = np.minimum(count + given, free)
         part = np.where(part > 0, weights, 0.0)
     return count, np.clip(owed + weights * n - count, -1.0, 1.0)
-
-
-def column_values(dataset: Any, column: str, size: int) -> list[Any]:
-    """A column of a dataset, or a field of those whose fields count as columns."""
-    if column in (getattr(dataset, "column_names", None) or ()):
-        return list(dataset[column])
-    return [cell(dataset, i, column) for i in range(size)]

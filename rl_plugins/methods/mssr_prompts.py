@@ -115,5 +115,7 @@ def weighted_draw(
     arrival[list(found.keys() | taken)] = np.inf
     chosen = [row for row in found if row not in taken]
     missing = n - len(chosen)
-    near = np.flatnonzero(arrival <= np.partition(arrival, missing - 1)[missing - 1]) if missing else []
-    return [*chosen, *near[np.argsort(arrival[near], kind="stable")][:missing].tolist()]
+    if missing:
+        near = np.flatnonzero(arrival <= np.partition(arrival, missing - 1)[missing - 1])
+        chosen += near[np.argsort(arrival[near], kind="stable")][:missing].tolist()
+    return chosen

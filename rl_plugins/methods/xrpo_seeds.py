@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ from rl_plugins import (
     from_params,
     param,
 )
-from rl_plugins.core.rollouts import GroupSoFar
 from rl_plugins.kit.columns import cell, rewritten
 from rl_plugins.kit.prompt_memory import SuccessParams
 from rl_plugins.kit.services import fill, media_of, prompt_text
@@ -126,8 +125,11 @@ class XrpoSeeds(Method):
             rows += tuple(row.replace(n=n, spare=0, given=()) for row, n in rest if n)
         self.log("later", sum(row.n + row.spare for row in rows), "sum")
         seeded, count = [], {g: len(of.rewards) for g, of in so_far.items()}
-        for row in rows:
-            new = self._seeded(row, so_far[row.group]) if row.group in so_far else row
+        failed = {g for g, of in so_far.items() if self.params.successes(of.rewards).nanmean() == 0}
+        retried = [row.group in failed and not row.given and row.prompt_index >= 0 for row in rows]
+        examples = self._examples({row.prompt_index for row, again in zip(rows, retried, strict=True) if again})
+        for row, again in zip(rows, retried, strict=True):
+            new = self._seeded(row, examples[row.prompt_index]) if again else row
             size = row.n + row.spare
             if new is not row:
                 self.state["seeded"].append([row.group, count[row.group], size])
@@ -153,12 +155,8 @@ class XrpoSeeds(Method):
             rows.append(row.replace(n=row.n - later))
         return plan.replace(rows=tuple(rows))
 
-    def _seeded(self, row: PlanRow, group: GroupSoFar) -> PlanRow:
-        """The row with examples in its prompt; the row itself where there is nothing to do."""
-        failed = self.params.successes(group.rewards).nanmean() == 0
-        if not failed or row.given or row.prompt_index < 0:
-            return row
-        examples = self._examples(row.prompt_index)
+    def _seeded(self, row: PlanRow, examples: Sequence[int]) -> PlanRow:
+        """The row with examples in its prompt; the row itself without any."""
         if not examples:
             return row
         p, answers = self.params, self.state["answers"]
@@ -169,25 +167,35 @@ class XrpoSeeds(Method):
 
         return rewritten(self._dataset, row, p.prompt_column, told)
 
-    def _examples(self, prompt: int) -> list[int]:
-        """Dataset rows of the most similar solved prompts, the most similar first, of equal ones the newest."""
-        others = [i for i in map(int, reversed(self.state["answers"])) if i != prompt]
-        if not others:
-            return []
-        likeness = np.array(self._likeness(prompt, others))
-        order = np.argsort(-likeness, kind="stable")[: self.params.examples]
-        return [others[i] for i in order if likeness[i] > 0]
+    def _examples(self, prompts: Set[int]) -> dict[int, list[int]]:
+        """For each of these prompts the dataset rows of the most similar solved ones, the most similar first, of equal
+        ones the newest."""
+        asked, solved = sorted(prompts), [int(i) for i in reversed(self.state["answers"])]
+        if not asked or not solved:
+            return {prompt: [] for prompt in asked}
+        likeness = self._likeness(asked, solved)
+        order = np.argsort(-likeness, axis=1, kind="stable")[:, : self.params.examples + 1]  # one may be the prompt
+        found = {
+            prompt: [solved[i] for i in of_prompt if row[i] > 0 and solved[i] != prompt]
+            for prompt, row, of_prompt in zip(asked, likeness, order, strict=True)
+        }
+        return {prompt: of_prompt[: self.params.examples] for prompt, of_prompt in found.items()}
 
-    def _likeness(self, prompt: int, others: Sequence[int]) -> list[float]:
+    def _likeness(self, asked: Sequence[int], solved: Sequence[int]) -> Any:
+        """(asked, solved) similarities."""
+        named = dict.fromkeys((*asked, *solved))
         if len(self._known) > MOST_TEXTS:
-            self._known = {i: self._known[i] for i in (prompt, *others) if i in self._known}
-        missing = [i for i in (prompt, *others) if i not in self._known]
+            self._known = {i: self._known[i] for i in named if i in self._known}
+        missing = [i for i in named if i not in self._known]
         if self.params.embed is None:
             self._known |= {i: words(self._text(i)) for i in missing}
-            return tfidf_cosine(self._known[prompt], [self._known[i] for i in others])
+            place = {prompt: k for k, prompt in enumerate(solved)}
+            known = self._known
+            return tfidf_cosine([known[i] for i in asked], [known[i] for i in solved], [place.get(i) for i in asked])
         if missing:
             self._known |= dict(zip(missing, self._embedded([self._text(i) for i in missing]), strict=True))
-        return [float(self._known[prompt] @ self._known[i]) for i in others]
+        ours, theirs = (torch.stack([self._known[i] for i in of]) for of in (asked, solved))
+        return (ours @ theirs.T).numpy()
 
     def _embedded(self, texts: list[str]) -> Any:
         """(texts, size) vectors of length 1, or 0."""

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import PromptPool, Rollouts
+from rl_plugins.kit.columns import categories
 from rl_plugins.methods.brorl import BroRL
 from rl_plugins.methods.linear_ts import LinearTS, contest_weights, posterior, shares, thompson_draws
 from rl_plugins.runtime.metrics import combine
@@ -47,6 +49,16 @@ class Table:
 
 
 DOMAINS = ["code", "logic", "math"]
+
+
+@pytest.mark.parametrize(
+    "values", [["b", "a", None, "b"], [3, 1, None, 3], [1.5, NAN, 2.0, 1.5], [True, False] * 2, [["a"]]]
+)
+def test_a_column_is_read_as_arrow_has_it_and_value_by_value_alike(values: list[Any]) -> None:
+    data = datasets.Dataset.from_dict({"domain": values})
+    for of in (data, data.select(range(len(values))[::-1]), list(data)):
+        names, number = categories(of, "domain", len(values))
+        assert [names[i] for i in number] == [str(row["domain"]) for row in of] and len(set(names)) == len(names)
 
 
 def ts_stack(domains: Any = None, seed: int = 0, batches: int = 100, **params: Any) -> tuple[MethodStack, LinearTS]:

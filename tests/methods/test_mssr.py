@@ -22,7 +22,7 @@ from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Completion, PlanRow, PromptPool, Rollouts
 from rl_plugins.methods.mssr.tracker import TrackerParams, forgetting_rate
 from rl_plugins.methods.mssr_baseline import MssrBaseline
-from rl_plugins.methods.mssr_prompts import MssrPrompts
+from rl_plugins.methods.mssr_prompts import MssrPrompts, weighted_draw
 from rl_plugins.methods.mssr_shaping import MssrShaping
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.decide import Decision
@@ -436,6 +436,33 @@ def test_prompts_are_drawn_in_proportion_to_the_standard_deviation_of_their_outc
             assert abs(found - p) < 5 * math.sqrt(p * (1 - p) / 3000) + 1e-3
         logged = combine([stack.metrics.take()])
         assert logged["mssr_prompts/weight"] == pytest.approx(float(weight.mean()))
+
+
+@pytest.mark.parametrize(("low", "largest"), [(0.2, 1.0), (1e-9, 1.0)])
+def test_a_draw_from_many_prompts_looks_at_few_and_keeps_the_proportions(low: float, largest: float) -> None:
+    """Of 80,000 prompts the first 2,000 weigh 1, all others `low`; with 1e-9 hardly one is accepted."""
+    looked = [0]
+
+    def weights(rows: torch.Tensor) -> torch.Tensor:
+        looked[0] += len(rows)
+        return torch.where(rows < 2000, 1.0, low).double()
+
+    def draw(n: int, taken: set[int], seed: int) -> list[int]:
+        return weighted_draw(weights, largest, 80_000, n, taken, np.random.default_rng(seed))
+
+    found = [draw(400, set(), seed) for seed in range(10)]
+    assert all(len(set(rows)) == 400 for rows in found) and not any(np.array_equal(found[0], f) for f in found[1:])
+    share, expected = np.mean(np.array(found) < 2000), 2000 / (2000 + 78_000 * low)
+    assert abs(share - expected) < 5 * math.sqrt(expected * (1 - expected) / 4000) + 0.01
+    assert len(np.unique(np.array(found) % 10)) == 10
+    whole = draw(400, set(), 3)
+    assert draw(150, set(), 3) + draw(250, set(whole[:150]), 3) == whole, "a further call continues the draw"
+    if low > 0.1:
+        looked[0] = 0
+        draw(400, set(), 0)
+        assert looked[0] < 8000
+    rest = draw(10, set(range(79_990)), 0)
+    assert sorted(rest) == list(range(79_990, 80_000)), "the last prompts that are left"
 
 
 def test_a_prompt_that_was_never_tried_has_the_largest_weight() -> None:

@@ -327,9 +327,15 @@ def test_tfidf_by_hand() -> None:
     query = words("a B b z")
     norm = math.sqrt(a**2 + 4 * b**2 + unseen**2)
     wanted = [(a * a + 2 * b * b) / math.sqrt(a**2 + b**2) / norm, a / norm, 0.0]
-    assert tfidf_cosine(query, documents) == pytest.approx(wanted)
-    assert tfidf_cosine(words(""), documents) == [0.0] * 3 and tfidf_cosine(query, [words("?!")]) == [0.0]
-    assert tfidf_cosine(words("A  b"), documents)[0] == pytest.approx(1)
+    none = words("?!")
+    found = tfidf_cosine([query, none, words("A  b")], documents, [None] * 3)
+    assert found[0].tolist() == pytest.approx(wanted) and found[1].tolist() == [0.0] * 3
+    assert found[2, 0] == pytest.approx(1)
+    assert tfidf_cosine([query], [none], [None]).tolist() == [[0.0]] == tfidf_cosine([none], [none], [None]).tolist()
+    # a query that is one of the documents is as if it were none of them
+    own = tfidf_cosine([documents[1]], documents, [1])[0]
+    assert own[[0, 2]].tolist() == pytest.approx(tfidf_cosine([documents[1]], documents[::2], [None])[0].tolist())
+    assert own[1] == 0
     assert words("3x x, X_1 é") == Counter({"3x": 1, "x": 1, "x_1": 1, "é": 1})
 
 
@@ -355,7 +361,7 @@ def test_half_of_the_rollouts_move_to_a_second_round_with_examples() -> None:
     assert [(r.group, r.n) for r in rounds.rows] == [(g, 4) for g in range(4)] + [(g, 3) for g in range(4)]
     assert sizes(rollouts) == [7] * 4 and rounds.number == 2
     for g, prompt in ((1, 4), (2, 5), (3, 2)):  # one success, no reward at all, all right
-        assert stack.methods[0]._examples(prompt) and shown(rollouts, g) == [TEXTS[prompt]] * 7
+        assert stack.methods[0]._examples({prompt})[prompt] and shown(rollouts, g) == [TEXTS[prompt]] * 7
     assert shown(rollouts, 0)[:4] == [TEXTS[0]] * 4
     (prompt,) = set(shown(rollouts, 0)[4:])
     assert prompt == (
@@ -375,7 +381,7 @@ def test_half_of_the_rollouts_move_to_a_second_round_with_examples() -> None:
 def test_examples_are_the_most_similar_and_never_the_prompt_itself() -> None:
     stack = seeding()
     (method,) = stack.methods
-    examples = lambda prompt: method._examples(prompt)
+    examples = lambda prompt: method._examples({prompt})[prompt]
     assert examples(0) == []
     solved(stack, 0)
     assert examples(0) == []  # itself alone
@@ -383,14 +389,14 @@ def test_examples_are_the_most_similar_and_never_the_prompt_itself() -> None:
     assert examples(0) == []  # nothing in common
     solved(stack, 1, 2, 4, 5)
     assert examples(0) == [4, 2] and examples(5) == [1, 2]
+    assert method._examples({0, 5}) == {0: [4, 2], 5: [1, 2]}
     assert XrpoSeeds(XrpoSeeds.Params(examples=3)).params.examples == 3
     stack = seeding(examples=1)
     solved(stack, 4, 1, 2)
-    assert stack.methods[0]._examples(0) == [4]
+    assert stack.methods[0]._examples({0}) == {0: [4]}
     twins = seeding(dataset=Table(["x y", "x z", "x w", "q"]))
     solved(twins, 1, 2)
-    assert twins.methods[0]._examples(0) == [2, 1]  # of equal ones the newest
-    assert twins.methods[0]._examples(3) == []
+    assert twins.methods[0]._examples({0, 3}) == {0: [2, 1], 3: []}  # of equal ones the newest
 
 
 @pytest.mark.parametrize("embed", [None, lambda texts: [[1.0, float(len(t))] for t in texts]])
@@ -401,7 +407,7 @@ def test_more_texts_than_are_kept(embed: Any, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr("rl_plugins.methods.xrpo_seeds.MOST_TEXTS", most)
         stack = seeding(embed=embed)
         solved(stack, 4, 1, 2)
-        wanted.append([stack.methods[0]._examples(i) for i in (0, 5, 3, 5, 0, 1)])
+        wanted.append([stack.methods[0]._examples({i})[i] for i in (0, 5, 3, 5, 0, 1)])
     assert wanted[0] == wanted[1]
 
 
@@ -543,27 +549,27 @@ def test_embeddings_of_a_function() -> None:
     stack = seeding(embed=embed)
     solved(stack, 1, 3, 4, 5, 2)
     (method,) = stack.methods
-    assert method._examples(0) == [2, 4]
-    assert method._examples(5) == [1]  # a cosine of 0 is none
+    assert method._examples({0})[0] == [2, 4]
+    assert method._examples({5})[5] == [1]  # a cosine of 0 is none
     assert calls == [[TEXTS[i] for i in (0, 2, 5, 4, 3, 1)]]  # each text once
     messages = Table([[{"role": "user", "content": "add 3"}], "add 4 and 3", "5"])
     stack = seeding(dataset=messages, embed=embed)
     solved(stack, 1, 2)
-    assert stack.methods[0]._examples(0) == [1] and calls[-1] == ["add 3", "5", "add 4 and 3"]
+    assert stack.methods[0]._examples({0})[0] == [1] and calls[-1] == ["add 3", "5", "add 4 and 3"]
 
 
 def test_embeddings_may_be_tensors_with_a_gradient_in_bfloat16() -> None:
     table = lambda texts: torch.tensor([[float(len(t)), 1.0] for t in texts], dtype=torch.bfloat16, requires_grad=True)
     stack = seeding(embed=table)
     solved(stack, 1)
-    assert stack.methods[0]._examples(0) == [1]
+    assert stack.methods[0]._examples({0})[0] == [1]
 
 
 def test_the_length_of_an_embedding_is_of_no_matter() -> None:
     vectors = {"q": [0.1, 0.0], "long": [10.0, 10.0], "near": [1.0, 0.1], "none": [0.0, 0.0]}
     stack = seeding(dataset=Table(list(vectors)), embed=lambda texts: [vectors[t] for t in texts])
     solved(stack, 1, 2, 3)
-    assert stack.methods[0]._examples(0) == [2, 1] and stack.methods[0]._examples(3) == []
+    assert stack.methods[0]._examples({0})[0] == [2, 1] and stack.methods[0]._examples({3})[3] == []
 
 
 @pytest.mark.parametrize(
