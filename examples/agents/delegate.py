@@ -32,12 +32,17 @@ DIGITS, GROUP, QUESTIONS, CALLS = 4, 8, 6, 2
 DELEGATES, NOISE, SUB_NOISE = 0.4, 0.3, 0.1
 WARM_START = policy.Fit(steps=400)
 ROLLOUT = {"max_calls": CALLS, "max_turns": 2, "sub_tokens": DIGITS + 3, "parse": "delegate:parts", "reply": "{result}"}
+# Rewards are those of the reward function, and statistics as the authors' code has them.
+CODE = {"sub_reward": "own", "ddof": 1, "std_eps": 1e-6}
 ARMS: dict[str, Any] = {
     "grpo": (["m_grpo_rollout"], {"m_grpo_rollout": ROLLOUT}),
-    "m_grpo": (["m_grpo_rollout", "m_grpo"], {"m_grpo_rollout": ROLLOUT, "m_grpo": {"sub_per_rollout": CALLS}}),
+    "m_grpo": (
+        ["m_grpo_rollout", "m_grpo"],
+        {"m_grpo_rollout": ROLLOUT, "m_grpo": {**CODE, "statistics": "before", "sub_per_rollout": CALLS}},
+    ),
     "m_grpo, not aligned": (
         ["m_grpo_rollout", "m_grpo"],
-        {"m_grpo_rollout": ROLLOUT, "m_grpo": {"sub_per_rollout": CALLS, "align": False}},
+        {"m_grpo_rollout": ROLLOUT, "m_grpo": {**CODE, "sub_per_rollout": CALLS, "align": False}},
     ),
 }
 _CALL = re.compile(r"\(([^()]*)\)")

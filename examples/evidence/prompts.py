@@ -50,7 +50,7 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {  # methods and their parameters
     "dars": {"dars": {"n_first": 4}},
     "xrpo_allocate": {"xrpo_allocate": {}},
     "brorl": {"brorl": {"ramp": [[0, 16]]}},
-    "drive": {"drive": {}},
+    "drive": {"drive": {"sizes": [1.0, 0.4, 0.3, 0.15], "batches": [20, 20, 20]}},
     "linear_ts": {"linear_ts": {"column": "level", "draws": 16}},
 }
 
