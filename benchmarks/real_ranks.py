@@ -6,7 +6,8 @@ Each process is a gloo rank of one run of the embedded policy with the same rows
 they wait for each other, which counts in the step and, where it is in an exchange of ours, in `gather`.
 
 The clock is outside: it wraps functions while a run trains. Parts lie in each other, and a second belongs to the
-innermost one; the time inside TRL's own functions is nobody's.
+innermost one; the time inside TRL's own functions is nobody's. Passes of the model that TRL would not make are a part
+of their own, beside what the driver computes.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from typing import Any
 ARMS = {
     "gdpo": (["gdpo"], {}),
     "mssr_shaping": (["mssr_shaping"], {}),
+    "d3s": (["d3s"], {}),
     "minpro, 2 updates": (["minpro"], {"num_iterations": 2}),
     "vcpo, 2 updates": (["vcpo"], {"num_iterations": 2}),
 }
 HOST = ""  # the part of TRL's own functions
+PASSES = "passes"  # of the model, which a method asks for in addition: log-probs, entropies
 
 
 class Clock:
@@ -66,7 +69,8 @@ class Clock:
         @functools.wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:
             self._book()
-            self._open.append(part)
+            inside = self._open[-1:] == [HOST]  # a pass of TRL's own
+            self._open.append(HOST if inside and part == PASSES else part)
             try:
                 return function(*args, **kwargs)
             finally:
@@ -104,7 +108,8 @@ def parts() -> dict[str, list[tuple[Any, str]]]:
             *((utils, name) for name in ("broadcast_object_list", "gather_object")),
             *((torch.distributed, n) for n in ("scatter_object_list", "gather_object", "all_to_all_single")),
         ],
-        HOST: [(GRPOTrainer, n) for n in (*batch, "compute_loss", "_get_per_token_logps_and_entropies")],
+        PASSES: [(GRPOTrainer, "_get_per_token_logps_and_entropies")],
+        HOST: [(GRPOTrainer, n) for n in (*batch, "compute_loss")],
     }
 
 

@@ -140,7 +140,10 @@ def host_turns(
         mask = [1] * len(ids[i]) if tool_mask is None else list(tool_mask[i])
         records = getattr(trainer.environments[i], "rl_plugins_turns", None) if trainer.environments else None
         if records is None:
-            out.append(spans(mask, _read(trainer, mask, ids[i])))
+            turns = spans(mask)
+            read = [ids[i][a : t.start] for a, t in zip([0, *(t.stop for t in turns)], turns, strict=False)]
+            texts = [tokenizer_of(trainer).decode(part) for part in read]
+            out.append(tuple(replace(t, anchor=text) for t, text in zip(turns, texts, strict=True)))
             continue
         turns = spans(mask, [r.anchor for r in records], [r.reward for r in records])
         out.append(
@@ -150,15 +153,3 @@ def host_turns(
             )
         )
     return out
-
-
-def _read(trainer: HostTrainer, mask: Sequence[int], ids: Sequence[int]) -> list[str]:
-    """The text before every run of trained tokens; empty for the first."""
-    texts, part = [], []
-    for k, (m, token) in enumerate(zip(mask, ids, strict=True)):
-        if not m:
-            part.append(token)
-        elif k == 0 or not mask[k - 1]:
-            texts.append(tokenizer_of(trainer).decode(part))
-            part = []
-    return texts

@@ -17,6 +17,7 @@ from operations import allocated, exponent, instructions
 from rl_plugins.commands.doctor import dry_run
 from rl_plugins.core.requests import Generated, Trajectory
 from rl_plugins.runtime.ranks import dumps
+from rl_plugins.trl.generation.decided import _moves
 from rl_plugins.trl.generation.work import ProgramRow
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))  # behind tests/, which has a `messages`, too
@@ -67,6 +68,16 @@ def test_the_split_does_not_grow_with_the_ranks(name: str) -> None:
         executed.append(instructions(lambda batch=batch, decision=decision: batch.split(decision)))
     assert made[1] < made[0] + 62 * 64, "nothing but a few numbers for each rank more"
     assert executed[1] - executed[0] < 62 * 1000, "a loop over the ranks, not over rows"
+
+
+def test_what_a_rank_gets_does_not_grow_with_the_ranks() -> None:
+    few, many = (travelled(["gdpo"], 8 * ranks, 16, ranks)[1] / ranks for ranks in (8, 256))
+    assert many < 1.05 * few
+
+
+def test_rows_beyond_a_share_go_to_the_first_ranks_with_room() -> None:
+    assert _moves(torch.tensor([4, 0, 3, 1]), 2) == [{0: 1, 1: 1}, {}, {2: 3}, {}]
+    assert _moves(torch.tensor([2, 0, 1]), 2) == [None] * 3, "no rank enters an exchange"
 
 
 @pytest.mark.parametrize("name", BY_TOKENS)
