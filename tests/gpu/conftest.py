@@ -1,7 +1,7 @@
 """The tier for a GPU: each test takes its device, and what it measures goes into one file and one table.
 
-On a machine with CUDA everything runs there, and the losses on the CPU as well. Elsewhere everything runs on the CPU,
-smaller, and the parts on CUDA are skipped by name.
+On a machine with CUDA everything runs there. Elsewhere everything runs on the CPU, smaller, and the parts on CUDA are
+skipped by name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def device(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if name == "cuda" and CARD == "CPU":
         pytest.skip("no CUDA device")
-    if name == "cpu" and CARD != "CPU" and not getattr(request.module, "ON_BOTH", False):
+    if name == "cpu" and CARD != "CPU":
         pytest.skip("runs on the GPU that is here")
     return name
 

@@ -18,7 +18,6 @@ from rl_plugins.runtime.immutability import checking
 from rl_plugins.testing import make_rollouts
 
 pytestmark = pytest.mark.gpu
-ON_BOTH = True
 # Relative to the largest number: arithmetic is in float32, and a gradient has the type of the log-probs.
 NEAR = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-5, 2**-7)}
 FEW = [next(x for x in losses() if (x.name, x.hook) == key) for key in {(x.name, x.hook): 0 for x in losses()}]

