@@ -10,12 +10,15 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from runs import PROMPTS, Run, start
 
+from rl_plugins.lab.demo.policy import build_model
 from rl_plugins.runtime.state import load_state
 
 pytestmark = pytest.mark.host
 
+LORA = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora.merge=True"]
 ALONE = 300  # seconds; a trainer that waited for a worker that is gone would wait longer, or for ever
 
 
@@ -31,12 +34,14 @@ def state(folder: Path) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
-    """A run whose driver is killed in step 6, and one that goes on from its checkpoint of step 2 until its worker is
-    killed, too. Their checkpoints are in a folder `checkpoints` of each."""
+    """A run with LoRA whose driver is killed in step 6, and one that goes on from its checkpoint of step 2 until its
+    worker is killed, too. Their checkpoints are in a folder `checkpoints` of each."""
     root = tmp_path_factory.mktemp("verl")
     common = [
         "+rl_plugins.methods=[counter]",
         "actor_rollout_ref.rollout.top_k=1",  # greedy: rollouts depend on the weights alone
+        *LORA,
+        "actor_rollout_ref.actor.optim.lr=1e-2",
         "trainer.total_training_steps=50",
         "trainer.save_freq=2",
         f"data.train_max_samples={2 * PROMPTS}",
@@ -44,7 +49,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
 
     def begin(name: str, *more: str) -> Run:
         checkpoints = f"trainer.default_local_dir={root / name / 'checkpoints'}"
-        return start(root / name, [*common, checkpoints, *more], RL_PLUGINS_TEST_SLOW="0.5")
+        return start(root / name, [*common, checkpoints, *more], RL_PLUGINS_TEST_SLOW="0.5", RL_PLUGINS_TEST_DUMP="1")
 
     driver = begin("driver")
     try:
@@ -84,6 +89,33 @@ def test_sigkill_of_the_driver_and_resume(killed: tuple[Run, Run]) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+def test_lora_trains_adapters_and_samples_from_merged_weights(killed: tuple[Run, Run]) -> None:
+    """Greedy rollouts of step 5 are those of the base weights plus the adapters of step 4, which verl sends in
+    bfloat16, and not those of the base weights."""
+    first, _, update = killed[1].updates()[:3]
+    old, new = ({k.removeprefix("base_model.model."): v for k, v in u["weights"].items()} for u in (first, update))
+    assert {name for name in old if not torch.equal(old[name], new[name])} == {n for n in old if "lora_" in n} != set()
+    base = {name.replace(".base_layer", ""): value for name, value in new.items() if "lora_" not in name}
+    merged = dict(base)
+    for name, down in new.items():
+        if ".lora_A." in name:
+            up, target = new[name.replace(".lora_A.", ".lora_B.")], name.replace(".lora_A.default", "")
+            merged[target] = base[target] + 16 / 4 * up @ down
+    sent = {name: value.bfloat16().float() for name, value in merged.items()}
+    assert lost_by_greedy(sent, update["rows"]) < 1e-3 and lost_by_greedy(base, update["rows"]) > 1
+
+
+def lost_by_greedy(state: dict[str, torch.Tensor], rows: dict[str, list[torch.Tensor]]) -> float:
+    """By how much the logit of a token is below the largest one, at most."""
+    model, lost = build_model(0).float(), 0.0
+    model.load_state_dict(state)
+    for prompt, response in zip(rows["prompts"], rows["responses"], strict=True):
+        with torch.no_grad():
+            logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        lost = max(lost, float((logits.amax(-1) - logits.gather(1, response[:, None])[:, 0]).max()))
+    return lost
+
+
 def test_sigkill_of_an_agent_loop_worker(killed: tuple[Run, Run]) -> None:
     """verl would wait for its rollouts without an end; the run ends, and the last checkpoint has the state."""
     _, run = killed
@@ -108,6 +140,7 @@ def test_a_changed_checkpoint_is_refused_by_name(killed: tuple[Run, Run], tmp_pa
         tmp_path / "run",
         [
             "+rl_plugins.methods=[counter]",
+            *LORA,
             "trainer.total_training_steps=50",
             f"trainer.default_local_dir={tmp_path / 'checkpoints'}",
             "trainer.resume_mode=resume_path",
