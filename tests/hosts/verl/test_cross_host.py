@@ -20,6 +20,8 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[1] / "trl"))
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 
+pytest.importorskip("trl", reason="TRL is not installed")
+
 import harness
 import probes
 from memory_queue import MemoryQueue

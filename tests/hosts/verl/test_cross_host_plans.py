@@ -16,6 +16,8 @@ from runs import PROBES
 
 sys.path.insert(0, str(PROBES))
 
+pytest.importorskip("trl", reason="TRL is not installed")
+
 import harness
 
 from rl_plugins.core.estimators import grpo_advantages
