@@ -21,10 +21,11 @@ def rows(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("small", [0, 65_536])
+@pytest.mark.parametrize(("small", "recent"), [(0, 0), (0, 4), (0, 65_536), (65_536, 4)])
 @pytest.mark.parametrize("others", [1.0, 0.9, 0.05])
-def test_counts_are_those_of_a_loop(small: int, others: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_are_those_of_a_loop(small: int, recent: int, others: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_memory, "SMALL", small)
+    monkeypatch.setattr(prompt_memory, "_MOST_RECENT", recent)
     rng, counts, size = np.random.default_rng(0), Counts(("right", "wrong")), 7
     state = counts.start(size, 0.5)
     assert counts.most(state) == 1.0
@@ -50,6 +51,8 @@ def test_counts_are_those_of_a_loop(small: int, others: float, monkeypatch: pyte
         found = torch.stack(counts.of(state, slice(None)), 1)
         assert found.numpy() == pytest.approx(np.array(plain), rel=1e-9, abs=1e-300)
         assert torch.equal(torch.stack(counts.of(state, rows(3, 1)), 1), found[[3, 1]])
+        assert torch.equal(torch.stack(counts.of(state, slice(1, None, 2)), 1), found[1::2])
+        assert len(state.get("recent", ())) <= (recent if small == 0 else 0)
         assert state["most"] * (1 + 1e-9) >= found.sum(1).max()
     if small == 0 and others < 1:
         assert min(scales) < 1 and min(scales) >= 1e-6 * others
@@ -76,6 +79,19 @@ def test_a_visit_costs_what_its_rows_cost(monkeypatch: pytest.MonkeyPatch) -> No
 
         used.append(allocated(work))
     assert used[0] == used[1]
+
+
+def test_a_visit_writes_no_tensor_of_the_dataset_that_a_copy_to_save_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_memory, "SMALL", 0)
+    counts, one = Counts(), torch.ones(1, dtype=torch.float64)
+    state = counts.start(1000)
+    kept = snapshot(state)
+    counts.visit(state, rows(7), 0.5, (one, one))
+    assert torch._C._is_cow_tensor(state["alpha"]) and torch._C._is_cow_tensor(kept["alpha"])
+    again = {**snapshot(state)}
+    counts.visit(state, rows(7, 8), 0.5, (one.expand(2), one.expand(2)))
+    assert [x.tolist() for x in counts.of(again, rows(7, 8))] == [[1.0, 0.0]] * 2
+    assert [x.tolist() for x in counts.of(state, rows(7, 8))] == [[1.5, 1.0]] * 2
 
 
 @settings(max_examples=40, deadline=None)

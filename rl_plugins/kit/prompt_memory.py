@@ -32,6 +32,7 @@ from rl_plugins.core.params import MethodParams, param
 # Rows up to which whole arrays are gone through: half a megabyte of float64, less than a millisecond.
 SMALL = 65_536
 _SMALLEST_SCALE = 1e-6
+_MOST_RECENT = 65_536  # rows whose counts lie beside the tensors of the dataset
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,9 @@ class Counts:
 
     State: one tensor (dataset size,) float64 per name. Above `SMALL` rows, `others` is not applied row by row: the
     tensors then hold counts / `scale`, and a visit makes `scale` smaller; before it becomes tiny the tensors are
-    brought to scale 1 again. `most`, once it was asked for: no prompt has a sum of counts above it.
+    brought to scale 1 again. Rows of the last visits then lie beside them: `recent`, their numbers, ascending, and a
+    tensor `recent_NAME` each. A write into a tensor that is shared with a copy to save copies all of it, so that is
+    done only where `recent` is full. `most`, once it was asked for: no prompt has a sum of counts above it.
 
     Args:
         names: of the counts.
@@ -102,8 +105,11 @@ class Counts:
 
     def of(self, state: Mapping[str, Any], prompts: Tensor | slice) -> tuple[Tensor, ...]:
         """The counts of these dataset rows, a copy of each, in the order of the names."""
-        scale = state.get("scale", 1.0)
-        return tuple(state[name][prompts] * scale for name in self.names)
+        scale, found = state.get("scale", 1.0), [state[name][prompts] for name in self.names]
+        if "recent" in state:
+            at, here = self._recent(state, prompts)
+            found = [x.index_copy(0, at, state[f"recent_{n}"][here]) for n, x in zip(self.names, found, strict=True)]
+        return tuple(x * scale for x in found)
 
     def visit(
         self,
@@ -125,16 +131,49 @@ class Counts:
         scale = state.get("scale", 1.0) * others
         if scale != 1.0:
             if len(state[self.names[0]]) <= SMALL or scale < _SMALLEST_SCALE:
+                self._settle(state)
                 for name in self.names:
                     state[name].mul_(scale)
                 scale = 1.0
             state["scale"] = scale
         new = [keep * count + more for count, more in zip(old, gained, strict=True)]
-        for name, count in zip(self.names, new, strict=True):
-            state[name][prompts] = count / scale
+        if len(prompts):
+            self._write(state, prompts, [count / scale for count in new])
         if "most" in state:
             visited = float(torch.stack(new).sum(0).max()) if len(prompts) else 0.0
             state["most"] = max(state["most"] * others, visited)
+
+    def _write(self, state: dict[str, Any], prompts: Tensor, counts: Sequence[Tensor]) -> None:
+        if len(state[self.names[0]]) <= SMALL:
+            for name, count in zip(self.names, counts, strict=True):
+                state[name][prompts] = count
+            return
+        rows = torch.unique(torch.cat([state.get("recent", prompts[:0]), prompts]))
+        at = torch.searchsorted(rows, prompts.contiguous())
+        old = Counts.of(self, {**state, "scale": 1.0}, rows)
+        state["recent"] = rows
+        for name, count, before in zip(self.names, counts, old, strict=True):
+            state[f"recent_{name}"] = before.index_copy(0, at, count)
+        if len(rows) > _MOST_RECENT:
+            self._settle(state)
+
+    def _settle(self, state: dict[str, Any]) -> None:
+        """Writes the rows that lie beside the tensors into them."""
+        if "recent" in state:
+            rows = state.pop("recent")
+            for name in self.names:
+                state[name][rows] = state.pop(f"recent_{name}")
+
+    def _recent(self, state: Mapping[str, Any], prompts: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Places in `prompts` whose counts lie beside the tensors, and where."""
+        rows: Tensor = state["recent"]
+        if isinstance(prompts, slice):
+            start, stop, step = prompts.indices(len(state[self.names[0]]))
+            here = ((rows >= start) & (rows < stop) & ((rows - start) % step == 0)).nonzero()[:, 0]
+            return (rows[here] - start) // step, here
+        place = torch.searchsorted(rows, prompts.contiguous()).clamp(max=len(rows) - 1)
+        at = (rows[place] == prompts).nonzero()[:, 0]
+        return at, place[at]
 
     def most(self, state: dict[str, Any]) -> float:
         """No prompt has a sum of counts above this. Looked up once, then kept up to date by the visits."""
