@@ -214,5 +214,24 @@ def test_the_loss_of_verl_stays_on_the_device(loss: Loss, mode: Any, reads: Read
     assert total.device == grad.device == GPU and reads.count == 1
 
 
+def test_sampling_reads_nothing_before_the_end(mode: Any) -> None:
+    """Log-probs, limits and a race of groups, token after token."""
+    pytest.importorskip("trl", reason="TRL is not installed")
+    from rl_plugins.trl.generation.sampling import SamplingOptions, SamplingRace, SamplingStop, SamplingWatch
+
+    fake = faking(mode)
+    ids, scores = fake(torch.zeros(4, 3, dtype=torch.int64)), fake(torch.zeros(4, 10))
+    with mode:
+        watch = SamplingWatch(SamplingOptions(1.0, (), top=2), torch.tensor([3, 9, 9, 9]), None)
+        race = SamplingRace(torch.tensor([0, 0, 1, 1]), torch.tensor([2, 2]), enough=1)
+        stop = SamplingStop(watch, race, [1], GPU)
+        for _ in range(3):
+            watch(ids, scores)
+            ids = torch.cat([ids, ids[:, :1]], 1)
+            assert stop(ids, scores).device == GPU
+    kept = [*watch._logprobs, *(x for pair in watch._top for x in pair), watch.length]
+    assert len(kept) == 2 + 3 * 2 + 1 and {x.device for x in kept} == {GPU}
+
+
 def test_every_method_with_a_hook_in_the_loss_is_here() -> None:
     assert {"minpro", "scope", "epo", "vcpo", "ppo_million", "decoupled_ppo"} <= {x.name for x in losses()}
