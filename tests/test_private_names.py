@@ -38,6 +38,7 @@ def test_pins_that_nobody_uses_are_gone(adapter: str) -> None:
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_the_installed_host_has_what_is_pinned(adapter: str) -> None:
+    pytest.importorskip(adapter)
     assert importlib.import_module(f"rl_plugins.{adapter}.compat").moved_symbols() == []
 
 

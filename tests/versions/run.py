@@ -11,7 +11,8 @@ An environment of environments.toml has these keys:
     base        whether the other versions are those of constraints.txt
     resolution  which version of a package is taken: "highest" or "lowest-direct"
     tools       what the tests need
-    tests       files or folders, by name if they are under tests/
+    tests       files, by name if they are under tests/, or folders
+    quick       a part of them that takes two minutes of one core: --quick
     variables   of the environment of the tests (optional)
 The registry and other settings are those of uv: UV_INDEX, UV_FIND_LINKS, UV_TORCH_BACKEND. What passed is noted in
 rl_plugins/runtime/tested/NAME.json: the doctor reads it, and `make docs` makes the table in README of it.
@@ -111,7 +112,16 @@ def build(name: str, wanted: dict[str, Any], pinned_as: str = "") -> Path:
 def run(folder: Path, wanted: dict[str, Any], arguments: list[str], result: Path | None = None) -> int:
     """Runs pytest in an environment; returns its exit status."""
     files = [next((str(f) for f in (ROOT / "tests").rglob(a)), a) if a.endswith(".py") else a for a in arguments]
-    command: list[str | Path] = [folder / "bin" / "python", "-m", "pytest", "-q", "-m", OTHER_TIERS, *files]
+    command: list[str | Path] = [
+        folder / "bin" / "python",
+        "-m",
+        "pytest",
+        "-v",
+        "--tb=short",
+        "-m",
+        OTHER_TIERS,
+        *files,
+    ]
     if result is not None:
         command.append(f"--junitxml={result}")
     alone = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
@@ -143,14 +153,24 @@ def installed(folder: Path) -> dict[str, str]:
     return dict(json.loads(done.stdout))
 
 
-def note(name: str, folder: Path, wanted: dict[str, Any], result: Path) -> dict[str, Any]:
-    """Writes the record of an environment."""
+def note(
+    name: str, folder: Path, tests: list[str], result: Path, before: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Writes the record of an environment.
+
+    Args:
+        before: the record whose failures were run again.
+    """
+    found = outcome(result)
+    if before:
+        tests, found["passed"] = before["tests"], found["passed"] + before["passed"]
+        found["skipped"] = {**before["skipped"], **found["skipped"]}
     record = {
         "environment": name,
         "date": datetime.date.today().isoformat(),
         "versions": installed(folder),
-        "tests": wanted["tests"],
-        **outcome(result),
+        "tests": tests,
+        **found,
     }
     (RECORDS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return record
@@ -161,9 +181,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"all of them: {' '.join(known)}")
     parser.add_argument("--pin", action="store_true", help="make the pins anew, and run nothing")
+    parser.add_argument("--quick", action="store_true", help="run a part of the tests; the record says which")
+    parser.add_argument("--again", action="store_true", help="run what failed before, and note what passes now")
     parser.add_argument("--remove", action="store_true", help="remove an environment (3 GB) when it was run")
-    before, _, after = " ".join(sys.argv[1:]).partition(" -- ")
-    options = parser.parse_args(before.split())
+    words, _, after = " ".join(sys.argv[1:]).partition(" -- ")
+    options = parser.parse_args(words.split())
     if unknown := set(options.names) - set(known):
         parser.error(f"unknown: {' '.join(sorted(unknown))}. Choose from {' '.join(known)}.")
     failed = False
@@ -176,8 +198,15 @@ def main() -> int:
             failed |= run(folder, known[name], after.split()) != 0
             continue
         result = BUILT / f"{name}.xml"
-        run(folder, known[name], known[name]["tests"], result)
-        record = note(name, folder, known[name], result)
+        before = json.loads((RECORDS / f"{name}.json").read_text()) if options.again else None
+        tests = before["failed"] if before else known[name]["quick" if options.quick else "tests"]
+        result.unlink(missing_ok=True)
+        run(folder, known[name], tests, result)
+        if not result.exists():
+            print(f"{name}: pytest did not end, so nothing is noted")
+            failed = True
+            continue
+        record = note(name, folder, tests, result, before)
         failed |= bool(record["failed"])
         print(f"{name}: {record['passed']} passed, {len(record['failed'])} failed, {len(record['skipped'])} skipped")
         if options.remove:
