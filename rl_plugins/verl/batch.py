@@ -259,7 +259,8 @@ class Decisions:
         Args:
             batch: as verl's passes left it, with the rows verl added.
         """
-        batch = without(batch, [not is_padding(t) for t in batch.tags])
+        if any(map(is_padding, batch.tags)):
+            batch = without(batch, [not is_padding(t) for t in batch.tags])
         wanted = set(self.stack.token_columns & set(TOKEN_COLUMNS))
         # Rewards tell verl's GRPO, and lengths which rows are trained, unless its rejection sampling takes tokens out.
         correction = self.config.algorithm.get("rollout_correction", None) or {}
