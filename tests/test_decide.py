@@ -149,6 +149,7 @@ def test_rows_without_a_reward_get_advantage_0_whoever_makes_it():
     )
     host = run([], rollouts, host=torch.tensor([1.0, 7.0, NAN, 2.0]))
     assert host.row_advantages.tolist() == [1.0, 0.0, 0.0, 2.0] and host.estimator == "host"
+    assert bool(host.advantages.isfinite().all())
     ours = run([], rollouts, estimator=lambda r: torch.tensor([1.0, 7.0, NAN, 2.0]).double())
     assert ours.row_advantages.tolist() == [1.0, 0.0, 0.0, 2.0]
     assert ours.trained.tolist() == [True] * 4  # still trained, as far as the host trains it
@@ -461,6 +462,7 @@ def test_what_stands_for_tokens_can_be_copied():
     seen = []
     run([method(observe=lambda r, t, s: seen.append(copy.copy(t)), needs=set())], TWO)
     refused(lambda: seen[0].row, "`m` reads `tokens`")
+    assert seen[0].hidden.row.tolist() == [0, 1, 1]  # for the trace
 
 
 @pytest.mark.parametrize("name", ["advantages", "old_logprobs", "keep_tokens", "token_columns"])
