@@ -30,6 +30,8 @@ from rl_plugins.testing import make_rollouts, make_run
 ROWS, TOKENS, GROUP, REPETITIONS = 1024, 8192, 8, 5
 PROMPTS, BATCH = 10**7, 512
 SHAPES = ("d3s", "echo_shaping", "aepo_advantages", "mssr_shaping", "echo_clip", "xrpo_novelty", "gdro_prompt")
+README = Path(__file__).with_name("README.md")
+BEGIN, END = "<!-- made by hooks.py: begin -->", "<!-- made by hooks.py: end -->"
 Found = dict[str, float]
 
 
@@ -168,6 +170,22 @@ def main(only: str = "", label: str = "now", out: Path = Path("benchmarks/hooks.
             found.setdefault(name, {})[label] = {k: round(v, 5) for k, v in case().items()}
             print(name, json.dumps(found[name]), flush=True)
     out.write_text(json.dumps(found, indent=1) + "\n")
+    before, mark, rest = README.read_text().partition(BEGIN)
+    README.write_text(before + mark + table(found) + END + rest.partition(END)[2] if mark else before)
+
+
+def table(found: dict[str, dict[str, Found]]) -> str:
+    """Of the page: CPU ms before and now."""
+    lines = ["| hook | part | before, ms | now, ms | now, ns a token | copies |", "|---|---|---|---|---|---|"]
+    for name, of in found.items():
+        for part in ("start", "select", "boundary_and_observe", "seconds"):
+            times = [of.get(label, {}).get(part) for label in ("before", "now")]
+            if times != [None, None]:
+                cells = ["-" if t is None else f"{1e3 * t:,.3g}" if t < 1 else f"{1e3 * t:,.0f}" for t in times]
+                more = [f"{of['now'][key]:.3g}" if key in of["now"] else "" for key in ("ns_per_token", "copies")]
+                what = "" if part == "seconds" else part.replace("_", " ")
+                lines.append("| " + " | ".join([name, what, *cells, *more]) + " |")
+    return "\n" + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
