@@ -7,6 +7,7 @@ import torch
 
 from rl_plugins.core import groups
 from rl_plugins.kit.whole_batch import Spread
+from rl_plugins.methods.d3s import top_tokens
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, make_run, make_tokens
@@ -37,6 +38,13 @@ def test_parts_change_nothing(name: str, some_left: bool, monkeypatch: pytest.Mo
     for key, value in whole.items():
         if isinstance(value, torch.Tensor):
             torch.testing.assert_close(in_parts[key], value, rtol=1e-12, atol=1e-14)
+
+
+def test_of_equal_tokens_the_first_of_the_batch_stay_whatever_their_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_PART", 4)
+    tokens = make_tokens(make_rollouts([1.0, 0.0], lengths=[9, 9]))
+    equal = tokens.replace(advantages=torch.ones(18).double(), entropies=torch.ones(18))
+    assert top_tokens(equal, torch.arange(18) != 3, 10 / 17).tolist() == [i < 11 and i != 3 for i in range(18)]
 
 
 def test_the_spread_of_live_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
