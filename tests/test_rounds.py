@@ -83,5 +83,10 @@ def test_a_later_round_is_of_the_batch_the_first_was_of():
     m = Asks(lambda plan: [])
     stack = MethodStack([m])
     stack.batch = 7
-    Rounds(stack, FIRST, 2, 8).more(GROUP, REWARD)
+    Rounds(stack, (*FIRST, PlanRow(9, 2, 0)), 2, 8).more(GROUP, REWARD)
     assert [plan.batch for plan in m.plans] == [7]
+    assert [g.rewards.tolist() for g in m.plans[0].so_far] == [[0.1, 0.3], [0.2, 0.4, 0.5], []]
+    Rounds(stack, FIRST, 2, 60).more(
+        torch.arange(60) % 2, torch.arange(60).double()
+    )  # an unstable sort would mix these
+    assert [g.rewards.tolist() for g in m.plans[1].so_far] == [[*range(0, 60, 2)], [*range(1, 60, 2)]]

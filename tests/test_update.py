@@ -21,6 +21,7 @@ from rl_plugins.runtime.update import (
     check_gradient,
     masked_sum,
     regularizer,
+    row_sums,
     surrogate,
 )
 from rl_plugins.testing import make_terms
@@ -201,6 +202,9 @@ def test_regularizers_add_up():
 def test_a_plain_sum_leaves_out_what_is_masked():
     x = torch.tensor([[1.0, math.nan], [2.0, 3.0]])
     assert masked_sum(x, torch.tensor([[1, 0], [1, 1]])) == 6
+    sums = row_sums(x.half(), torch.tensor([[1, 0], [1, 1]]))
+    assert sums.tolist() == [1, 5] and sums.dtype == torch.float64
+    assert row_sums(torch.full((1, 4), 60_000.0).half(), torch.ones(1, 4)).tolist() == [4 * 60_000]  # beyond float16
 
 
 # ---- what mutants showed was not asked
