@@ -32,6 +32,7 @@ from rl_plugins.commands.cli import app
 from rl_plugins.core.errors import ConfigError, did_you_mean
 from rl_plugins.core.method import HOOKS, SIGNALS, Bundle, Method
 from rl_plugins.lab import pages
+from rl_plugins.lab.pages import class_index
 from rl_plugins.runtime import registry, report, tested
 from rl_plugins.runtime.stack import build_stack
 
@@ -69,17 +70,22 @@ def test_each_command_is_a_file_or_folder_of_its_name():
     assert places - {"__init__", "cli", "shared"} == {name.replace("-", "_") for name in COMMANDS}
 
 
-def test_help_loads_no_framework():
+def test_help_and_what_helps_to_choose_load_no_framework():
     code = (
         "import sys\nfrom rl_plugins.commands.cli import app\n"
-        f"for a in [['--help'], *([c, '--help'] for c in {COMMANDS})]:\n"
-        "    try: app(a)\n"
-        "    except SystemExit as e: assert not e.code\n"
-        "print(sorted({m.split('.')[0] for m in sys.modules} & "
-        "{'numpy', 'torch', 'trl', 'transformers', 'yaml', 'matplotlib', 'pyarrow'}))"
+        "def loaded(*commands):\n"
+        "    for a in commands:\n"
+        "        try: app(a)\n"
+        "        except SystemExit as e: assert not e.code\n"
+        "    print('loaded', sorted({'numpy', 'torch._C', 'trl', 'transformers', 'yaml', 'matplotlib', 'pyarrow', "
+        "'scipy.stats', 'scipy.optimize'} & set(sys.modules)))\n"
+        f"loaded(['--help'], *([c, '--help'] for c in {COMMANDS}))\n"
+        "loaded(['list'], ['list', '--hooks'], ['suggest', '--for', 'equal rewards'])\n"
+        "loaded(['info', 'reward_audit'], ['info', 'mdlm'])\n"
     )
     done = process("-c", code)
-    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    found = [line for line in done.stdout.splitlines() if line.startswith("loaded")]
+    assert found == ["loaded []", "loaded []", "loaded ['numpy']"], done.stderr
     for command in COMMANDS:
         assert command == "docs" or re.search(rf"^  {command}  ", done.stdout, re.M)
 
@@ -103,6 +109,10 @@ def test_list_shows_every_method(view, plugins):
     broken = text[text.index("Cannot be used") :]
     assert "No module named 'a_module_that_does_not_exist'" in broken and "dummy_misfit" in broken
     assert "mc_grpo: The method name `mc_grpo` has 2 origins" in broken
+
+
+def test_the_index_says_what_the_classes_say():
+    assert catalog.index() == json.loads(class_index.text()), "run `make docs`"
 
 
 def test_list_for_programs(plugins):
@@ -289,7 +299,7 @@ def test_pages_made_while_another_package_is_installed_have_the_built_in_methods
 
 def test_a_page_that_is_not_current_is_named_and_written(tmp_path):
     for page in pages.PAGES:
-        (tmp_path / page).parent.mkdir(exist_ok=True)
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / page).write_text((ROOT / page).read_text())
     rl_plugins("docs", str(tmp_path))
     (tmp_path / "docs" / "methods.md").write_text("old")

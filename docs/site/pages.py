@@ -283,7 +283,7 @@ class _Indented:
 def _measured(found: type[Method] | Bundle) -> Iterator[str]:
     rows = [
         f"| {m.claim} | {m.verdict} | {m.numbers} | [{m.page.removesuffix('.md')}]({m.page}#{m.where}) |"
-        for m in measured_of(found.name)
+        for m in measured_of(found.name, found.parts if isinstance(found, Bundle) else ())
     ]
     if rows:
         yield "\n".join(["| what | verdict | numbers | where |", "|---|---|---|---|", *rows])

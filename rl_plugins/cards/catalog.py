@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from importlib.resources import files
 from typing import Any
 
 from rl_plugins.cards.card_file import CardFile, card_file
@@ -30,6 +33,7 @@ class ServedByHost:
     missing: Collection[str] = ()
 
 
+OURS = "rl-plugins"  # the distribution of built-in methods
 HOSTS = {
     "trl": ServedByHost(hooks=set(HOOKS), eval_hooks={"plan", "rollout"}),
     "verl": ServedByHost(hooks=set(HOOKS), eval_hooks={"plan", "rollout"}),
@@ -71,36 +75,56 @@ class Entry:
     problem: str = ""
 
 
+@cache
+def index() -> Mapping[str, Mapping[str, Any]]:
+    """What `make docs` read off the classes of this package, so that nobody who chooses waits for torch: name ->
+    `entry`, the fields of its `Entry`; `use`, host -> what to add to a command line; `excludes`, reason -> built-in
+    methods that cannot run beside it."""
+    found: dict[str, Any] = json.loads(files("rl_plugins.cards").joinpath("index.json").read_text(encoding="utf-8"))
+    return found
+
+
+def indexed(name: str) -> Mapping[str, Any] | None:
+    """What the index says of a name; None if it is not, or not only, a built-in one, or may be vetoed."""
+    if any(o.distribution for o in registry.origins_of(name)) or os.environ.get(registry.VETO_VARIABLE):
+        return None
+    return index().get(name)
+
+
 def entries(vetoed: Collection[str] = ()) -> list[Entry]:
     """Every name there is, without those of vetoed packages ("dist:NAME"). What cannot be loaded is listed with the
     reason and disturbs no other."""
     out = []
     for name in registry.all_names():
+        if known := indexed(name):
+            values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in known["entry"].items()}
+            out.append(Entry(name, **values))
+            continue
         origins = [o for o in registry.origins_of(name) if f"dist:{o.distribution}" not in vetoed]
         if not origins:
             continue
-        distribution = " and ".join(o.distribution or "rl-plugins" for o in origins)
+        distribution = " and ".join(o.distribution or OURS for o in origins)
         try:
-            out.append(_entry(name, distribution, vetoed))
+            out.append(entry_of(registry.load(name, vetoed), distribution, vetoed))
         except RLPluginsError as e:
             out.append(Entry(name, "broken", distribution, problem=str(e)))
     return out
 
 
-def _entry(name: str, distribution: str, vetoed: Collection[str]) -> Entry:
-    card = card_of(registry.load(name, vetoed), vetoed)
-    found, paper = card.found, card.file.paper
+def entry_of(found: type[Method] | Bundle, distribution: str, vetoed: Collection[str] = ()) -> Entry:
+    """What the list says of a loaded method or bundle."""
+    parts, paper = parts_of(found, vetoed), card_file(found).paper
     return Entry(
-        name,
+        found.name,
         "bundle" if isinstance(found, Bundle) else "method",
         distribution,
-        card.does,
+        found.does,
         tuple(found.problems),
         paper.arxiv if paper else "",
         paper.title if paper else "",
         tuple(found.parts) if isinstance(found, Bundle) else found.claims(),
-        card.hosts,
-        card.fidelity,
+        tuple(h for h in HOSTS if all(h in hosts_of(part) for part in parts)),
+        ", ".join(dict.fromkeys(part.fidelity for part in parts)),
     )
 
 
@@ -114,33 +138,70 @@ def plugins() -> frozenset[str]:
 class Card:
     """What is said of a method or bundle to somebody who chooses; of a bundle the texts are those of its parts.
 
-    Attributes:
-        file: what its own `NAME.toml` says.
-        parts: the classes it stands for.
-        avoid_when, cost: text per part, the name of the part in front if there are several.
+    Args:
+        entry: of the list.
+        load: loads the class or the bundle.
     """
 
-    found: type[Method] | Bundle
-    file: CardFile
-    parts: tuple[type[Method], ...]
-    does: str
-    fidelity: str
-    hosts: tuple[str, ...]
-    avoid_when: str
-    cost: str
+    entry: Entry
+    load: Callable[[], type[Method] | Bundle] = field(compare=False)
+
+    @property
+    def found(self) -> type[Method] | Bundle:
+        """The class or the bundle; a built-in one loads torch."""
+        return self.load()
 
     @property
     def name(self) -> str:
-        return self.found.name
+        return self.entry.name
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return self.entry.problems
+
+    @property
+    def does(self) -> str:
+        return self.entry.does
+
+    @property
+    def fidelity(self) -> str:
+        return self.entry.fidelity
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return self.entry.hosts
+
+    @property
+    def file(self) -> CardFile:
+        """What its own `NAME.toml` says."""
+        return card_file(self.name if self.entry.distribution == OURS else self.found)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The methods it stands for."""
+        return self.entry.hooks if self.entry.kind == "bundle" else (self.name,)
+
+    def _files(self) -> dict[str, CardFile]:
+        return {part: card_file(part) for part in self.parts} if self.entry.kind == "bundle" else {self.name: self.file}
+
+    @property
+    def avoid_when(self) -> str:
+        """Text per part, the name of the part in front if there are several."""
+        return _of_each({name: file.avoid_when for name, file in self._files().items()})
+
+    @property
+    def cost(self) -> str:
+        """Text per part, as `avoid_when`."""
+        return _of_each({name: file.cost for name, file in self._files().items()})
 
     @property
     def measured(self) -> Sequence[Result]:
         """Our results: those of the evidence, then those of the bench."""
-        return measured_of(self.name)
+        return measured_of(self.name, self.parts)
 
     @property
     def use_when(self) -> str:
-        return self.file.about if isinstance(self.found, Bundle) else self.file.use_when
+        return self.file.about if self.entry.kind == "bundle" else self.file.use_when
 
     @property
     def rank(self) -> tuple[int, bool, int, str]:
@@ -148,46 +209,32 @@ class Card:
         fidelity, then the name."""
         verdicts = {m.verdict for m in self.measured}
         good, bad = "better" in verdicts, "worse" in verdicts
-        worst = max([list(FIDELITY).index(part.fidelity) for part in self.parts], default=0)
-        given = any(card_file(part).example_params for part in self.parts)
+        worst = max(map(list(FIDELITY).index, self.fidelity.split(", ")), default=0)
+        given = any(file.example_params for file in self._files().values())
         return (0 if good and not bad else 1 if good else 3 if bad else 2), given, worst, self.name
 
 
 def card_of(found: type[Method] | Bundle, vetoed: Collection[str] = ()) -> Card:
     """The card of a loaded method or bundle."""
-    parts = tuple(parts_of(found, vetoed))
-    return Card(
-        found,
-        card_file(found),
-        parts,
-        found.does,
-        ", ".join(dict.fromkeys(part.fidelity for part in parts)),
-        tuple(h for h in HOSTS if all(h in hosts_of(part) for part in parts)),
-        _of_each(parts, "avoid_when"),
-        _of_each(parts, "cost"),
-    )
+    return Card(entry_of(found, "", vetoed), lambda: found)
 
 
-def _of_each(parts: Sequence[type[Method]], text: str) -> str:
-    said = {part.name: value for part in parts if (value := getattr(card_file(part), text))}
-    if len(parts) == 1:
-        return "".join(said.values())
-    return " ".join(f"`{name}`: {value}" for name, value in said.items())
+def _of_each(texts: Mapping[str, str]) -> str:
+    if len(texts) == 1:
+        return "".join(texts.values())
+    return " ".join(f"`{name}`: {text}" for name, text in texts.items() if text)
 
 
 def cards(vetoed: Collection[str] = ()) -> list[Card]:
-    """Cards of everything that can be loaded, the best measured first."""
-    out = []
-    for name in registry.all_names():
-        with suppress(RLPluginsError):  # `list` says what is wrong with it
-            out.append(card_of(registry.load(name, vetoed), vetoed))
-    return sorted(out, key=lambda card: card.rank)
+    """Cards of everything that can be loaded, by name."""
+    found = [e for e in entries(vetoed) if not e.problem]  # `list` says what is wrong with the others
+    return [Card(e, partial(registry.load, e.name, vetoed)) for e in found]
 
 
 def answering(problem: str, found: Iterable[Card]) -> list[Card]:
     """The cards that name a problem: those that name it first come first, then by rank."""
-    named = [card for card in found if problem in card.found.problems]
-    return sorted(named, key=lambda card: (card.found.problems[0] != problem, card.rank))
+    named = [card for card in found if problem in card.problems]
+    return sorted(named, key=lambda card: (card.problems[0] != problem, card.rank))
 
 
 def hosts_of(cls: type[Method]) -> list[str]:

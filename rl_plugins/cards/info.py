@@ -9,7 +9,17 @@ from contextlib import suppress
 from typing import Any
 
 from rl_plugins.cards.card_file import CardFile, Paper, card_file
-from rl_plugins.cards.catalog import FIDELITY, Card, card_of, example_of, hosts_of, needs_of, preset_text
+from rl_plugins.cards.catalog import (
+    FIDELITY,
+    Card,
+    card_of,
+    example_of,
+    hosts_of,
+    index,
+    indexed,
+    needs_of,
+    preset_text,
+)
 from rl_plugins.cards.claims import claim_lines
 from rl_plugins.cards.pairs import conflicts, excluded
 from rl_plugins.cards.problems import PROBLEMS
@@ -109,12 +119,17 @@ def measured_text(measured: Result) -> str:
 
 def _excludes(card: Card) -> Iterator[str]:
     """Built-in and installed methods that cannot run beside this one."""
+    known = [indexed(name) for name in registry.all_names()]
+    if card.name in index() and all(known):  # nothing else is installed
+        for reason, names in index()[card.name]["excludes"].items():
+            yield f"{', '.join(names)}: {reason}"
+        return
     classes = []
     for name in registry.all_names():
         with suppress(RLPluginsError):  # `list` says what is wrong with it
             classes.append(registry.load(name))
     found = conflicts(tuple(cls for cls in classes if not isinstance(cls, Bundle)))
-    for reason, names in excluded(found, [part.name for part in card.parts]).items():
+    for reason, names in excluded(found, card.parts).items():
         yield f"{', '.join(names)}: {reason}"
 
 

@@ -7,16 +7,12 @@ typed: a script writes what it computed, and `verdict_of` reads it.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cache
 from importlib.resources import files
 from typing import Literal
-
-from rl_plugins.core.errors import RLPluginsError
-from rl_plugins.core.method import Bundle
-from rl_plugins.runtime import registry
 
 Verdict = Literal["better", "worse", "no significant difference", "no interval"]
 Direction = Literal["higher", "lower"]
@@ -153,14 +149,10 @@ def results() -> tuple[Result, ...]:
     return tuple(result for file in found for result in read(file.read_text(encoding="utf-8")))
 
 
-def measured_of(name: str) -> list[Result]:
+def measured_of(name: str, parts: Iterable[str] = ()) -> list[Result]:
     """Our results on a method, a bundle or a supervised loss; of a bundle its own, then those of its parts, each with
     the name of the part in front of its claim."""
     found = [result for result in results() if result.method == name]
-    try:
-        of = registry.load(name)
-    except RLPluginsError:  # a supervised loss is no method
-        return found
-    for part in of.parts if isinstance(of, Bundle) else ():
-        found += [replace(r, claim=f"`{part}`: {r.claim}") for r in results() if r.method == part]
+    for part in parts:
+        found += [replace(r, claim=f"`{part}`: {r.claim}") for r in results() if r.method == part != name]
     return found

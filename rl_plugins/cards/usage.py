@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_plugins.cards.card_file import card_file
-from rl_plugins.cards.catalog import HOSTS, example_of, parts_of
+from rl_plugins.cards.catalog import HOSTS, OURS, Card, example_of, indexed, parts_of
 from rl_plugins.core.method import Bundle, Method
 from rl_plugins.kit.masked import MASKED_OPTIONS
 from rl_plugins.runtime import registry
@@ -123,6 +123,14 @@ class Usage:
     def command(self) -> str:
         """The whole command of a run of verl, an override a line."""
         return " \\\n  ".join(["python -m verl.trainer.main_ppo", *self.overrides()])
+
+
+def line_of(card: Card, host: str) -> str:
+    """What to add to a command line of the host."""
+    if card.entry.distribution == OURS and (known := indexed(card.name)):
+        return str(known["use"][host])
+    usage = usage_of(card.found, paper=False)
+    return usage.flags() if host == "trl" else " ".join(usage.overrides(base=False))
 
 
 def usage_of(found: type[Method] | Bundle, paper: bool = True) -> Usage:

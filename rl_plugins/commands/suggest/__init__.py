@@ -28,6 +28,9 @@ def suggest(
 
     Without --for and --logs it asks, if it runs in a terminal.
     """
+    from rl_plugins.commands.shared.late_torch import late_torch
+
+    late_torch()
     from rl_plugins.commands.suggest import advice
     from rl_plugins.commands.suggest.run_logs import read_logs
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_plugins.cards.catalog import Card, answering, cards
 from rl_plugins.cards.problems import PROBLEMS
-from rl_plugins.cards.usage import usage_of
+from rl_plugins.cards.usage import line_of
 from rl_plugins.commands.suggest.run_logs import RunLogs
 from rl_plugins.commands.suggest.symptoms import Sign, not_told, signs_of
 from rl_plugins.core.errors import ConfigError
@@ -146,7 +146,7 @@ def _suggestion(key: str, evidence: tuple[str, ...], host: str, turns: bool = Tr
         turns: the run may have agents; else methods for them are left out.
     """
     found = [card for card in answering(key, cards()) if host in card.hosts]
-    return Suggestion(key, evidence, tuple(c for c in found if turns or "agents" not in c.found.problems))
+    return Suggestion(key, evidence, tuple(c for c in found if turns or "agents" not in c.problems))
 
 
 # ---- what is shown
@@ -191,22 +191,16 @@ def _method(card: Card, host: str) -> list[str]:
     results = [f"{m.verdict}: {m.claim}, {m.numbers}" for m in card.measured[:RESULTS]]
     if len(card.measured) > RESULTS:
         results.append(f"{len(card.measured) - RESULTS} more in `rl-plugins info {card.name}`")
-    of_parts = f"see its parts: {', '.join(part.name for part in card.parts)}" if len(card.parts) > 1 else ""
+    of_parts = f"see its parts: {', '.join(card.parts)}" if len(card.parts) > 1 else ""
     return [
         f"  {card.name}: {card.does}.",
         f"      measured: {'; '.join(results) or 'nobody measured it yet'}",
         f"      not when: {of_parts or card.avoid_when or '-'}",
         f"      cost:     {of_parts or card.cost or '-'}",
         f"      fidelity: {card.fidelity}",
-        f"      use:      {config_line(card, host)}",
+        f"      use:      {line_of(card, host)}",
         "",
     ]
-
-
-def config_line(card: Card, host: str) -> str:
-    """What to add to a command line of the host."""
-    usage = usage_of(card.found, paper=False)
-    return usage.flags() if host == "trl" else " ".join(usage.overrides(base=False))
 
 
 def plain(answer: Advice) -> dict[str, Any]:
@@ -230,7 +224,7 @@ def plain(answer: Advice) -> dict[str, Any]:
                             {"verdict": m.verdict, "claim": m.claim, "numbers": m.numbers, "where": m.where}
                             for m in card.measured
                         ],
-                        "use": config_line(card, answer.host),
+                        "use": line_of(card, answer.host),
                     }
                     for card in s.methods
                 ],

@@ -152,7 +152,6 @@ def scaled_confidence(
     return torch.where(torch.isin(chosen, torch.tensor(end_id, device=chosen.device)), confidence * factor, confidence)
 
 
-@torch.no_grad()
 def decode(
     model: Model,
     prompt: Tensor,
@@ -207,11 +206,12 @@ def _logits(
     model: Model, prompt: Tensor, answer: Tensor, how: Decoding, mask_id: int, unconditional: Model | None
 ) -> Tensor:
     """(rows, tokens, vocabulary) logits of the answer's places, as the model gives them."""
-    logits = model(torch.cat([prompt, answer], dim=1))[:, prompt.shape[1] :]
-    if how.guidance:
-        hidden = torch.full_like(prompt, mask_id)
-        plain = (unconditional or model)(torch.cat([hidden, answer], dim=1))[:, prompt.shape[1] :]
-        logits = plain + (how.guidance + 1) * (logits - plain)
+    with torch.no_grad():
+        logits = model(torch.cat([prompt, answer], dim=1))[:, prompt.shape[1] :]
+        if how.guidance:
+            hidden = torch.full_like(prompt, mask_id)
+            plain = (unconditional or model)(torch.cat([hidden, answer], dim=1))[:, prompt.shape[1] :]
+            logits = plain + (how.guidance + 1) * (logits - plain)
     return logits
 
 

@@ -15,13 +15,24 @@ from rl_plugins.core.files import write_text
 from rl_plugins.lab.bench import page as bench
 from rl_plugins.lab.bench.method_page import method_page
 from rl_plugins.lab.bench.published import methods_run
-from rl_plugins.lab.pages import choose, diffusion, losses, methods, open_questions, papers, source, versions
+from rl_plugins.lab.pages import (
+    choose,
+    class_index,
+    diffusion,
+    losses,
+    methods,
+    open_questions,
+    papers,
+    source,
+    versions,
+)
 from rl_plugins.lab.pages.guides import with_code
 from rl_plugins.lab.pages.reference import reference_page
 from rl_plugins.runtime import registry
 
 # File -> its text, made from the text that is there: a page with a generated part keeps the rest.
 PAGES: dict[str, Callable[[str], str]] = {
+    "rl_plugins/cards/index.json": lambda _: class_index.text(),
     "docs/methods.md": lambda _: methods.index(),
     "docs/choose.md": lambda _: choose.index(),
     "docs/open_questions.md": lambda _: open_questions.page(),

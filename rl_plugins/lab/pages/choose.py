@@ -44,8 +44,8 @@ def index() -> str:
     text = [_SHORT + "\n" + _contents()]
     for key, problem in PROBLEMS.items():
         cards_ = answering(key, found)
-        lines = [f"[`{c.name}`](methods.md#{c.name}) {c.does}." for c in cards_ if c.found.problems[0] == key]
-        also = ", ".join(f"[`{c.name}`](methods.md#{c.name})" for c in cards_ if c.found.problems[0] != key)
+        lines = [f"[`{c.name}`](methods.md#{c.name}) {c.does}." for c in cards_ if c.problems[0] == key]
+        also = ", ".join(f"[`{c.name}`](methods.md#{c.name})" for c in cards_ if c.problems[0] != key)
         text += [f"## {problem.title}", problem.seen, *([bullets(lines)] if lines else [])]
         text += [f"As a side effect: {also}."] if also else []
     return "\n\n".join(text) + "\n"

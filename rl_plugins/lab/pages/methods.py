@@ -45,7 +45,7 @@ def index(on_site: bool = False) -> str:
     for entry in entries(vetoed):
         card = card_of(registry.load(entry.name, vetoed))
         home = f"[{card.name}](#{card.name})" if on_site else f'<a id="{card.name}"></a>[{card.name}]({_code_of(card)})'
-        problems = ", ".join(PROBLEMS[key].title for key in card.found.problems)
+        problems = ", ".join(PROBLEMS[key].title for key in card.problems)
         paper = f"[{entry.arxiv}](https://arxiv.org/abs/{entry.arxiv})"
         hosts, found = ", ".join(card.hosts), verdicts(card.measured)
         rows.append([home, card.does, problems, paper, card.fidelity, hosts, found])

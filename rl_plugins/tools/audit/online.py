@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy import stats
 from torch import Tensor
 
 from rl_plugins.tools.audit.rows import Row, normal, oddities, scalars_of, text_of, words_of
@@ -281,6 +280,8 @@ def inverted_features(state: Mapping[str, Any], n_min: int, alpha: float, rng: n
     if variance <= 1e-12 * max(total[2] / total[0], 1e-300) or not len(use):
         return []
     mean = s[use] / groups[use]
+    from scipy import stats  # takes longer to load than all methods
+
     z = (mean - mu) / np.sqrt(variance * (1 - groups[use] / total[0]) / groups[use])
     q = stats.false_discovery_control(stats.norm.cdf(z), method="bh")
     found = []
@@ -334,6 +335,8 @@ def disagreeing_features(state: Mapping[str, Any], n_min: int, alpha: float) -> 
     use = np.flatnonzero((n >= n_min) & (n <= checked / 2))
     if not len(use) or not wrong:
         return []
+    from scipy import stats
+
     n, errors = n[use], errors[use]
     p = stats.hypergeom.sf(errors - 1, int(checked), int(wrong), n)
     q = stats.false_discovery_control(np.clip(p, 0.0, 1.0), method="bh")
