@@ -1,8 +1,10 @@
 """The state of a run at size: what a generation boundary and a checkpoint cost, and what a run costs to start.
 
-State of `vade`, `mssr_prompts` and `v0` with 10^6 prompts, and a queue of `april` with 1,024 waiting groups.
+State of `vade`, `mssr_prompts` and `v0` with 10^6 prompts, and a queue of `april` with 1,024 waiting groups. `growth`
+is the state of every method in a long run on 16 prompts: what still grows after each was seen has no other bound.
 
     python benchmarks/scale_state.py --part boundary
+    python benchmarks/scale_state.py --part growth --out benchmarks/state_growth.json
 """
 
 from __future__ import annotations
@@ -11,27 +13,37 @@ import argparse
 import json
 import os
 import resource
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute
+from cases import case_of
 
 from rl_plugins.core.errors import RLPluginsError
+from rl_plugins.core.method import Bundle, Method
 from rl_plugins.core.requests import Generated, Trajectory
 from rl_plugins.core.rollouts import PlanRow, Run
 from rl_plugins.runtime.carry_over import Group, admit, requeue, to_plain
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.plan import first_plan
-from rl_plugins.runtime.registry import all_names
+from rl_plugins.runtime.registry import all_names, build, load
 from rl_plugins.runtime.resume import resume, save_run
 from rl_plugins.runtime.stack import MethodStack, build_stack
+from rl_plugins.runtime.state import save_state
+from rl_plugins.testing.contract.host import run_batch
+from rl_plugins.testing.contract.kit import GROUP_SIZE, GROUPS, PROMPTS, Kit
+from rl_plugins.testing.generation import Simulation
 
 
 def least(work: Callable[[], Any], times: int = 5) -> float:
@@ -129,16 +141,81 @@ def start(rows: int) -> dict[str, Any]:
     return found
 
 
+class _LongRun(Kit):
+    """The kit of the contract test, without its checks."""
+
+    def build(self) -> Method:
+        method = build(self.cls, self.params, self.cls.name)
+        self.needs, self.rows_per_rollout = frozenset(method.needs), method.rows_per_rollout
+        return method
+
+    @cached_property
+    def dataset(self) -> Any:  # type: ignore[override]
+        return super().dataset
+
+
+def growth(names: Sequence[str], at: Sequence[int], out: Path | None) -> dict[str, list[int]]:
+    """Bytes of the saved state of each method with a state after so many batches; written after each method."""
+    found: dict[str, list[int]] = json.loads(out.read_text()) if out and out.exists() else {}
+    for name in names or all_names():
+        cls = load(name)
+        if isinstance(cls, Bundle) or name in found:
+            continue
+        step, stack = _steps(name, cls)
+        step()
+        if not any(m._state for m in stack.methods) and not stack.carried:
+            continue
+        sizes = []
+        for batch in range(2, max(at) + 1):
+            step()
+            if batch in at:
+                sizes.append(_bytes(stack))
+        found[name] = sizes
+        print(name, sizes, flush=True)
+        if out:
+            out.write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def _steps(name: str, cls: type[Method]) -> tuple[Callable[[], Any], MethodStack]:
+    """What makes a batch, and its stack."""
+    case = case_of(name)
+    kit = _LongRun(cls, case.params, case.prepare, case.rows or ())
+    if "admit" in cls.claims():
+
+        def lengths(prompt: int, drawn: int) -> Any:
+            return 1 + np.random.default_rng([prompt, drawn]).lognormal(2.5, 1.0, GROUP_SIZE).astype(int)
+
+        run = Simulation(
+            kit.build(), lengths, groups=GROUPS, group_size=GROUP_SIZE, max_tokens=64, dataset_size=PROMPTS
+        )
+        run.stack.start(kit.run)
+        return run.batch, run.stack
+    stack = kit.stack()
+    return lambda: run_batch(kit, stack), stack
+
+
+def _bytes(stack: MethodStack) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        return sum(file.stat().st_size for file in save_state(folder, stack.state_dict("f")).iterdir())
+
+
 GIVEN: dict[str, Any] = {"v0": {"prior": "running_mean"}, "v0_5": {"prior": "running_mean"}}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--part", choices=["boundary", "queue", "start"], required=True)
+    parser.add_argument("--part", choices=["boundary", "queue", "start", "growth"], required=True)
     parser.add_argument("--rows", type=int, default=10**6)
     parser.add_argument("--groups", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--names", nargs="*", default=[], help="methods of growth; default: all")
+    parser.add_argument("--batches", nargs="*", type=int, default=[100, 1_000, 10_000], help="of growth")
+    parser.add_argument("--out", type=Path, help="file of growth, which an interrupted run goes on with")
     a = parser.parse_args()
+    if a.part == "growth":
+        growth(a.names, a.batches, a.out)
+        return
     found = (
         stacks(a.rows)
         if a.part == "boundary"
