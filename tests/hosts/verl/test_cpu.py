@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
 import types
 from pathlib import Path
 
@@ -681,6 +682,8 @@ def test_verl_tokenizes_the_demos_prompts():
     """verl picks a token builder by model type; Qwen's wants the newline to be one token."""
     from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
+    if "hf_model_type" not in inspect.signature(create_continuous_token_builder).parameters:
+        pytest.skip("verl 0.9.0 applies the chat template")
     tokenizer = build_tokenizer()
     builder = create_continuous_token_builder(tokenizer, hf_model_type="qwen3")
     tokens = builder.build_initial_tokens([{"role": "user", "content": "a:5391"}])

@@ -341,6 +341,19 @@ def test_host_options_of_methods() -> None:
         prepare(config(methods="sets_nothing"))
 
 
+def test_values_that_only_a_newer_verl_takes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the source of verl 0.9.0 lacks. There `april` would end in a TypeError after everything was started."""
+    real = compat.states
+    lacks = "_add_async_warmup_batches"
+    monkeypatch.setattr(compat, "states", lambda owner, name, root=None: name != lacks and real(owner, name, root))
+    warmup, threshold = "trainer.v1.colocate_async.num_warmup_batches", capabilities.MAX_VERSIONS
+    cases = ((warmup, 0.5), (warmup, 1), (threshold, None), (threshold, 8), ("data.seed", None))
+    assert [compat.needs_newer(*case) for case in cases] == [True, False, True, False, False]
+    mode = "trainer.v1.trainer_mode=rl_plugins_colocate_async"
+    with raises(ConfigError, match=r"(?s)max_off_policy_threshold is None.*num_warmup_batches is 0\.5"):
+        prepare(config(mode, "+rl_plugins.method_params.april.over_sampling=1.5", methods="april"))
+
+
 def test_options_without_effect_are_listed() -> None:
     c = config("actor_rollout_ref.actor.clip_ratio_high=0.28", methods="minpro")
     settings = read_settings(c)
