@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse, islice
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from rl_plugins import PromptPool, Rollouts, Tokens, param
 from rl_plugins.kit.prompt_memory import SMALL
 from rl_plugins.methods.mssr.tracker import Tracked, TrackerParams
 
-_FIRST_LOOK = 4096  # rows that are looked at first
+_FIRST_LOOK = 256  # rows that are looked at first
 _FLOOR = 1e-6  # a prompt that always or never succeeds keeps a chance
 
 
@@ -107,13 +108,13 @@ def weighted_draw(
         rows = rng.integers(size, size=looked)
         accepted = rng.random(looked) * largest < weights(torch.from_numpy(rows)).numpy()
         found |= dict.fromkeys(rows[accepted].tolist())
-        chosen = [row for row in found if row not in taken]
-        if len(chosen) >= n:
-            return chosen[:n]
+        chosen = list(islice(filterfalse(taken.__contains__, found), n))
+        if len(chosen) == n:
+            return chosen
         looked *= 2
     arrival = rng.exponential(size=size) / weights(torch.arange(size)).numpy()
     arrival[list(found.keys() | taken)] = np.inf
-    chosen = [row for row in found if row not in taken]
+    chosen = list(filterfalse(taken.__contains__, found))
     missing = n - len(chosen)
     if missing:
         near = np.flatnonzero(arrival <= np.partition(arrival, missing - 1)[missing - 1])
