@@ -1,23 +1,28 @@
-"""What the driver of TRL does with one generation batch, by size and ranks: load, join, decide, split, dump.
+"""What the driver of TRL and of verl does with one batch, by size and ranks: gather, load, decide, split, dump.
 
-    python benchmarks/scale_driver.py                       # the table of benchmarks/README.md
-    python benchmarks/scale_driver.py --rows 1024 --tokens 8192 --ranks 64 --methods gdpo+vade
+    python benchmarks/scale_driver.py                       # cases that scale_driver.json has not, then the table
+    python benchmarks/scale_driver.py --again               # all of them
+    python benchmarks/scale_driver.py --host trl --rows 1024 --tokens 8192 --ranks 64 --method gdpo
 
-No model: rows of random lengths are collected as a rank does. The driver unpacks what every rank sends, joins and
-decides it, cuts the decision and packs every rank's part. The way in between is not measured. CPU time of one thread,
-the least of five batches; every case in a process of its own, for its peak memory.
+No model. In TRL the driver collects its own rows as a rank (gather), unpacks and joins what every rank sends (load),
+decides, cuts the decision and packs the part of every rank (dump). The way in between is not measured. In verl rows in
+memory stand for TransferQueue: what it takes to read them is "gather", and to write "dump" (see scale_verl.py). CPU
+time of one thread, the least of the repetitions; every case in a process of its own, for its peak memory.
+
+Beside it stand the host's own functions that the same process calls on the same tensors: in TRL padding, shuffle and
+split of the driver's share of the batch; in verl `_compute_advantage` on the whole batch.
 """
 
 from __future__ import annotations
 
-import itertools
+import concurrent.futures
 import json
+import multiprocessing
 import pickle
 import resource
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +30,7 @@ from typing import Any
 import torch
 import typer
 
+from rl_plugins import Method, Rollouts, Shape, Tokens
 from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.rollouts import PlanRow, Run
 from rl_plugins.runtime.decide import decide
@@ -34,12 +40,33 @@ from rl_plugins.trl.generation.decided import local_decisions
 from rl_plugins.trl.generation.rows import collect, rollouts_of
 from rl_plugins.trl.generation.work import Row, Work
 
-RANKS, GROUP = 64, 8
-PARTS = ("load", "join", "decide", "split", "dump")
-BY_ROWS = ("gdpo", "vade", "mc_grpo")
-BY_TOKENS = ("mssr_shaping", "d3s", "aepo_advantages")
-SIZES = ((256, 14), (1024, 1024), (1024, 8192), (4096, 8192), (8192, 32768))
-TOO_LARGE = 10**8  # tokens, for methods that read them in 16 GB
+RANKS, GROUP, TURN, READ = 64, 8, 8, 2
+"""Ranks where nothing is said; rollouts of a group; every so many tokens of an agent, so many were only read."""
+PARTS = ("gather", "load", "decide", "split", "dump")
+ARMS = {
+    "gdpo": "rows",
+    "reads_tokens": "tokens, no rule",
+    "mssr_shaping": "tokens",
+    "d3s": "tokens",
+    "gigpo": "turns",
+}
+SIZES = ((256, 14), (1024, 8192), (4096, 8192), (8192, 32768))
+MOST_TOKENS = {"gdpo": 10**9, "reads_tokens": 5 * 10**7, "mssr_shaping": 5 * 10**7}
+"""Above them, and above 10^7 where nothing is said, a case would take more than 6 GB."""
+
+
+class ReadsTokens(Method):
+    """Has the runtime gather and split tokens, and changes none."""
+
+    name = "reads_tokens"
+    needs = frozenset({"tokens", "old_logprobs"})
+
+    def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
+        return None
+
+
+def stack_of(names: list[str], params: dict[str, Any] | None = None, watchers: Sequence[Any] = ()) -> MethodStack:
+    return MethodStack([ReadsTokens()]) if names == ["reads_tokens"] else build_stack(names, params, watchers=watchers)
 
 
 class Batch:
@@ -64,7 +91,7 @@ class Batch:
         watchers: Sequence[Any] = (),
         chat: Any = None,
     ) -> None:
-        self.stack: MethodStack = build_stack(names, params, watchers=watchers)
+        self.stack: MethodStack = stack_of(names, params, watchers)
         self.rows, self.ranks = rows, ranks
         draw = torch.Generator().manual_seed(0)
         self.length = torch.randint(tokens // 2, tokens * 3 // 2 + 1, (rows,), generator=draw)
@@ -78,8 +105,9 @@ class Batch:
         self.trainer: Any = SimpleNamespace(
             methods=self.stack,
             eos_token_ids=[1],
-            processing_class=SimpleNamespace(pad_token_id=0),
+            processing_class=SimpleNamespace(pad_token_id=0, decode=lambda ids: f"state {len(ids)}"),
             mask_truncated_completions=False,
+            environments=None,
             state=SimpleNamespace(global_step=1),
             reward_weights=torch.ones(2),
             reward_func_names=["right", "short"],
@@ -92,7 +120,9 @@ class Batch:
         each = self.rows // self.ranks
         length = self.length[rank * each : (rank + 1) * each].tolist()
         ids, prompts = [self.ids_of(n) for n in length], [range(2, 66)] * each
-        made: Any = SimpleNamespace(ids=ids, prompts=prompts, tool_mask=None, completions=[None] * each)
+        agents = "turns" in self.stack.needs
+        mask = [[int(i % TURN < TURN - READ) for i in range(n)] for n in length] if agents else None
+        made: Any = SimpleNamespace(ids=ids, prompts=prompts, tool_mask=mask, completions=[None] * each)
         names = {"old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies"} & self.stack.token_columns
         columns = {n: -torch.rand(each, max(length), generator=torch.Generator().manual_seed(rank)) for n in names}
         return made, columns
@@ -116,6 +146,10 @@ class Batch:
         return local_decisions(decision, [self.rows // self.ranks] * self.ranks, self.rows)
 
 
+def least(found: dict[str, list[float]]) -> dict[str, float]:
+    return {what: min(values) for what, values in found.items()}
+
+
 def measure(names: list[str], rows: int, tokens: int, ranks: int) -> dict[str, Any]:
     """Seconds, bytes and peak memory of one case, in this process."""
     torch.set_num_threads(1)
@@ -124,58 +158,159 @@ def measure(names: list[str], rows: int, tokens: int, ranks: int) -> dict[str, A
     sent = [packed(batch.part(k)) for k in range(ranks)]
     took: dict[str, list[float]] = {part: [] for part in PARTS}
 
-    def timed(what: str, call: Any, *args: Any) -> Any:
+    def timed(what: str, call: Callable[..., Any], *args: Any) -> Any:
         start = time.process_time()
         out = call(*args)
         took[what].append(time.process_time() - start)
         return out
 
-    back: list[Any] = []
-    for _ in range(5):
-        parts = timed("load", lambda: [opened(p) for p in sent])
-        own = timed("split", batch.split, timed("decide", batch.decided, timed("join", batch.joined, parts)))
-        back = timed("dump", lambda own=own: [packed(("done", p)) for p in own])
-    count = int(batch.length.sum())
+    made, columns = batch.made(0)
+    advantages, back, count = torch.zeros(len(made.ids)), [], int(batch.length.sum())
+    for _ in range(5 if count < 2 * 10**7 else 3):
+        own = timed("gather", lambda: packed(collect(batch.trainer, batch.work.rows[0], made, advantages, columns)[0]))
+        seen = timed("load", lambda: batch.joined([opened(part) for part in sent]))
+        split = timed("split", batch.split, timed("decide", batch.decided, seen))
+        del own, seen
+        back = timed("dump", lambda split=split: [packed(("done", part)) for part in split])
     found = {
-        "methods": "+".join(names),
-        "rows": rows,
-        "tokens": tokens,
-        "ranks": ranks,
-        **{what: min(values) for what, values in took.items()},
-        "whole": sum(min(values) for values in took.values()),
+        **least(took),
         "bytes_to_driver_per_rank": max(map(len, sent)) if ranks > 1 else 0,
         "bytes_back_per_rank": max(map(len, back)) if ranks > 1 else 0,
         "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
     }
+    if count // ranks < 5 * 10**7:
+        found["host_own"] = min(_trl(made, columns) for _ in range(3))
     if batch.stack.reads_tokens:  # row, position, advantages, keep, forced, and the columns
-        per_token = 8 + 8 + 8 + 1 + 1 + 4 * len(batch.stack.token_columns)
-        memory = torch.ones(count * per_token // 8, dtype=torch.float64)
-        start = time.process_time()
-        memory.clone()
-        found |= {"bytes_per_token": per_token, "copy": time.process_time() - start}
+        found["copy"] = copied(count * (8 + 8 + 8 + 1 + 1 + 4 * len(batch.stack.token_columns)))
     return found
 
 
+def _trl(made: Any, columns: dict[str, torch.Tensor]) -> float:
+    """Seconds of what TRL does with a rank's completions: it pads ids and masks, shuffles and splits the batch."""
+    from trl.trainer.utils import pad, shuffle_sequence_dict, split_tensor_dict
+
+    ids = [torch.tensor(x) for x in made.ids]
+    start = time.process_time()
+    out = {
+        "completion_ids": pad(ids, padding_value=0),
+        "completion_mask": pad([torch.ones_like(x) for x in ids], padding_value=0),
+        "advantages": torch.zeros(len(ids)),
+        **columns,
+    }
+    split_tensor_dict(shuffle_sequence_dict(out), min(8, len(ids)))
+    return time.process_time() - start
+
+
+def copied(size: int) -> float:
+    """Seconds to copy so many bytes."""
+    memory = torch.ones(size // 8, dtype=torch.float64)
+    start = time.process_time()
+    memory.clone()
+    return time.process_time() - start
+
+
+# ---- all cases
+
+
+def cases() -> Iterator[dict[str, Any]]:
+    """What is to be measured, with the reason where it is not run."""
+    for rows, tokens in SIZES:
+        for name in ARMS:
+            for host, ranks in (("trl", 1), ("trl", 64), ("trl", 512), ("verl", 0)):
+                case = {"host": host, "method": name, "rows": rows, "tokens": tokens, "ranks": ranks}
+                if rows * tokens > MOST_TOKENS.get(name, 10**7):
+                    yield case | {"not_run": "memory"}
+                elif rows >= ranks:
+                    yield case
+
+
+def key(case: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(case[name] for name in ("host", "method", "rows", "tokens", "ranks"))
+
+
+def measured(case: dict[str, Any]) -> dict[str, Any]:
+    """One case in this process."""
+    name, rows, tokens, ranks = key(case)[1:]
+    if case["host"] == "verl":
+        from scale_verl import measure as of_verl
+
+        return of_verl(name, rows, tokens)
+    return measure(name.split("+"), rows, tokens, ranks)
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    """One case in a process of its own: a fork, which need not import anything."""
+    fork = multiprocessing.get_context("fork")
+    with concurrent.futures.ProcessPoolExecutor(1, fork) as pool:
+        found = pool.submit(measured, case).result()
+    return {name: round(x, 6) if isinstance(x, float) else x for name, x in (case | found).items()}
+
+
+# ---- the table
+
+BEGIN, END = "<!-- made by scale_driver.py: begin -->", "<!-- made by scale_driver.py: end -->"
+
+
+def ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.{1 if seconds < 0.1 else 0}f}"
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Markdown of all cases."""
+    heads = ["host", "ranks", "method", "reads", *PARTS, "whole path", "host's own", "ratio", "copies", "peak, GB"]
+    lines, left, known = [], defaultdict[str, list[str]](list), {key(c) for c in found}
+    for case in (c for c in cases() if "not_run" in c or key(c) not in known):
+        rows, tokens, ranks = (case[name] for name in ("rows", "tokens", "ranks"))
+        what = f"{case['host']} `{case['method']}` {rows:,} x {tokens:,}" + (f" at {ranks}" if ranks else "")
+        left[case.get("not_run", "time")].append(what)
+    for rows, tokens in SIZES:
+        lines += [
+            "",
+            f"**{rows:,} rows of {tokens:,} tokens**",
+            "",
+            f"| {' | '.join(heads)} |",
+            "|---" * len(heads) + "|",
+        ]
+        for case in (c for c in found if (c["rows"], c["tokens"]) == (rows, tokens)):
+            if "not_run" in case:
+                continue
+            ranks = case["ranks"] or "any"
+            whole, own, copy = sum(case[part] for part in PARTS), case.get("host_own"), case.get("copy")
+            cells = [case["host"], ranks, f"`{case['method']}`", ARMS[case["method"]], *(ms(case[p]) for p in PARTS)]
+            cells += [ms(whole), ms(own), f"{whole / own:.2f}" if own else "-", f"{whole / copy:.1f}" if copy else "-"]
+            lines.append(f"| {' | '.join(map(str, [*cells, format(case['peak_gb'], '.1f')]))} |")
+    lines += ["", *(f"Not run for {why}: {'; '.join(which)}." for why, which in sorted(left.items()))]
+    return "\n".join([*lines, ""])
+
+
+def write_table(found: list[dict[str, Any]], page: Path) -> None:
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{rest.split(END)[1]}")
+
+
 def main(
+    host: str = "trl",
     rows: int = 0,
     tokens: int = 0,
     ranks: int = RANKS,
-    methods: str = "",
+    method: str = "",
+    again: bool = False,
     out: Path = Path("benchmarks/scale_driver.json"),
 ) -> None:
-    """Without options: all sizes, ranks and methods, each in a process of its own, into `out`."""
-    if methods and rows and tokens:
-        print(json.dumps(measure(methods.split("+"), rows, tokens, ranks)))
+    """Without a method: all cases, each in a process of its own, into `out` and the table of README.md."""
+    if method:
+        case = {"host": host, "method": method, "rows": rows, "tokens": tokens, "ranks": ranks}
+        print(json.dumps(run(case)))
         return
-    found = []
-    for size, ranks, name in itertools.product(SIZES, (1, 64, 512), (*BY_ROWS, *BY_TOKENS)):
-        if size[0] < ranks or (name in BY_TOKENS and size[0] * size[1] > TOO_LARGE):
-            continue
-        options = ["--rows", str(size[0]), "--tokens", str(size[1]), "--ranks", str(ranks), "--methods", name]
-        done = subprocess.run([sys.executable, __file__, *options], capture_output=True, text=True, check=True)
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-        print(found[-1], flush=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
+    torch.set_num_threads(1)
+    known = {key(c): c for c in (json.loads(out.read_text()) if out.exists() and not again else ())}
+    for case in cases():
+        if "not_run" in case or key(case) not in known:
+            known[key(case)] = case if "not_run" in case else run(case)
+            print(known[key(case)], flush=True)
+        found = [known[key(c)] for c in cases() if key(c) in known]
+        out.write_text(json.dumps(found, indent=1) + "\n")
+    write_table(found, Path(__file__).with_name("README.md"))
 
 
 if __name__ == "__main__":

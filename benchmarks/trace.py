@@ -87,7 +87,6 @@ def measure_verl(options: Any, rows: int, tokens: int) -> dict[str, float]:
 
     from rl_plugins.verl import batch as module
     from rl_plugins.verl.config import Settings, compose
-    from rl_plugins.verl.prompts import COLUMN
 
     group = scale_verl.GROUP
     config = compose(
@@ -104,7 +103,7 @@ def measure_verl(options: Any, rows: int, tokens: int) -> dict[str, float]:
     module.tq = trainer_base.tq = queue  # type: ignore[attr-defined]
     made = {}
     for i, n in enumerate(lengths):
-        row = scale_verl._row(i, n, draw, COLUMN)
+        row = scale_verl._row(i, n, draw)
         row |= {name: torch.randint(2, 32768, (k,), generator=draw) for name, k in (("responses", n), ("prompts", 64))}
         made[f"u{i // group}_{i % group}_0"] = row
     queue.put_rows(made)
