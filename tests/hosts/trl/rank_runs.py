@@ -60,7 +60,11 @@ SHARDED: list[Any] = [
         {**_SAVED, **_ROWS, **_REAL, "learning_rate": 0.05, "method_params": CORRIDOR},
     ],
     ["evaluated", ["evaluated"], dict(max_steps=2, learning_rate=0.05, evaluate=2)],
-    ["lora", ["vade", "minpro"], {**_SAVED, **_ADAM, "num_iterations": 2, "lora": True, "gradient_checkpointing": True}],
+    [
+        "lora",
+        ["vade", "minpro"],
+        {**_SAVED, **_ADAM, "num_iterations": 2, "lora": True, "gradient_checkpointing": True},
+    ],
 ]
 # What is sampled depends on the ranks, so only the resumed run can be compared: groups wait while a checkpoint is made.
 QUEUE: list[Any] = [
