@@ -1,11 +1,11 @@
 """Runs cases in one process, under torchrun or `accelerate launch`, and saves what came out:
 `ranks_script.py OUT CASES [MODE]`.
 
-MODE is how the training is sharded: fsdp2, zero2 or zero3 (DeepSpeed). CASES is JSON: [[name, methods,
-options], ..]. Options beside those of the config: "real" lets the policy generate; "resume" saves at this step and
-trains once more from that checkpoint; "rows" is the size of the dataset, "sets" that of the sets of its rows;
-"evaluate" evaluates every so many steps; "lora" trains adapters alone; "swarm" puts so many packages of another node into an exchange. The main
-rank writes {name: {weights, decisions, logs, resumed, ..}}.
+MODE is how the training is sharded: fsdp2, zero2 or zero3 (DeepSpeed). CASES is JSON: [[name, methods, options], ..].
+Options beside those of the config: "real" lets the policy generate; "resume" saves at this step and trains once more
+from that checkpoint; "rows" is the size of the dataset, "sets" that of the sets of its rows; "evaluate" evaluates
+every so many steps; "lora" trains adapters alone; "swarm" puts so many packages of another node into an exchange. The
+main rank writes {name: {weights, decisions, logs, resumed, ..}}.
 """
 
 from __future__ import annotations
