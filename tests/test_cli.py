@@ -565,8 +565,8 @@ def test_doctor_shows_versions_and_plugins(plugins, monkeypatch):
         ("1.16", "ok"),
         ("1.16.3", "ok"),
         ("1.15.9", "ok, but the tests ran with 1.14.2, 1.16.0"),
-        ("1.17.0.dev0", "untested (tested: >=1.14,<1.17)"),
-        ("1.13.9", "untested (tested: >=1.14,<1.17)"),
+        ("1.17.0.dev0", "untested (tested: >=1.14.2,<1.17)"),
+        ("1.13.9", "untested (tested: >=1.14.2,<1.17)"),
     ],
 )
 def test_doctor_compares_versions(version, state, monkeypatch):
@@ -600,7 +600,7 @@ def test_doctor_without_a_usable_host(monkeypatch):
 
     monkeypatch.setattr(report.importlib.metadata, "version", version)
     text = rl_plugins("doctor", status=1)
-    assert "1 problem:" in text and "trl is untested (tested: >=1.14,<1.17), verl is missing" in text
+    assert "1 problem:" in text and "trl is untested (tested: >=1.14.2,<1.17), verl is missing" in text
 
 
 def test_ranges_are_those_of_pyproject():
