@@ -71,7 +71,7 @@ def test_groups_rewards_and_services_that_methods_need(tmp_path, monkeypatch):
     refused(tmp_path, "`v0_5`.*2", ["v0_5"], **pair)
     refused(
         tmp_path,
-        "5.*8.*40.*16",
+        "9.*8.*72.*16",
         ["m_grpo_rollout"],
         per_device_train_batch_size=16,
     )
