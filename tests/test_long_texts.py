@@ -135,7 +135,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "experiences": library.parse_experiences,
     "words of an experience": lambda text: library.within([{"content": text}], 10),
     "similarities": _similar,
-    "TF-IDF": lambda text: tfidf_cosine(words(text), [words(text), words("a b")]),
+    "TF-IDF": lambda text: tfidf_cosine([words(text)], [words(text), words("a b")], [None]),
     "demo: rewards": lambda text: (rewards.digit_score(text, "12"), rewards.format_score(text, "12")),
     "bench: rewards": lambda text: (chains._grade(text, "1+2"), chains.answer_of(text)),
     "bench: judge": lambda text: chains.first_flaw("1+2", "3", text),

@@ -167,7 +167,7 @@ def test_a_bundle_has_its_own_results_and_then_those_of_its_parts(name):
     parts = registry.load(name).parts
     own = [r for r in results() if r.method == name]
     of_parts = [replace(r, claim=f"`{part}`: {r.claim}") for part in parts for r in measured_of(part)]
-    assert measured_of(name) == own + of_parts
+    assert measured_of(name, parts) == own + of_parts
 
 
 def test_a_supervised_loss_has_results_too():

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rl_plugins.cards.problems import PROBLEMS
+from rl_plugins.cards.usage import usage_of
 from rl_plugins.commands import suggest
 from rl_plugins.commands.cli import app
 from rl_plugins.commands.suggest import advice
@@ -159,7 +160,7 @@ def test_every_line_to_copy_builds(tmp_path):
         for key in PROBLEMS:
             for card in advice._suggestion(key, (), host).methods:
                 assert host in card.hosts
-                usage = advice.usage_of(card.found, paper=False)
+                usage = usage_of(card.found, paper=False)
                 assert build_stack(list(usage.methods), usage.params).names
     found = json.loads(answer("--for", "tool calls", "--host", "verl", "--json"))
     assert all("rl_plugins.methods=[" in m["use"] for p in found["problems"] for m in p["methods"])

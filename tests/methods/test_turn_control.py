@@ -151,7 +151,10 @@ def test_dynamic_extends_once_those_that_are_not_done() -> None:
     method = control(strategy="dynamic", limit=2, extension=3)
     (t,) = rollouts_of(method, engine := policy(), n=1, max_tokens=900)
     assert left_in(engine, t) == [2, 1, 3, 2, 1]
-    assert "You get 3 more turns.\nENVIRONMENT REMINDER: You have 3 turns left" in text_of(engine, t)
+    assert (
+        "additional 3 turns to continue and complete the task.\nENVIRONMENT REMINDER: You have 3 turns left"
+        in text_of(engine, t)
+    )
     assert (t.meta["turns"], t.meta["limit_final"], t.meta["extended"]) == (5, 5, True)
     assert t.meta["stop_reason"] == "extended_limit"
     check_books(engine, t)
@@ -374,7 +377,7 @@ def test_extensions_never_go_beyond_the_last_percentile() -> None:
         left = left_in(engine, t)  # the first that is said after each extension is what it adds
         told = [left[at] for at in [0, *turns[:-1]]]
         assert told == [turns[0], *[b - a for a, b in pairwise(turns)]]
-        assert ("You get 1 more turns." in text_of(engine, t)) == (most == 4)  # what is granted, not what was planned
+        assert ("additional 1 turns " in text_of(engine, t)) == (most == 4)  # what is granted, not what was planned
 
 
 def test_no_limit_exceeds_the_cap() -> None:
@@ -383,7 +386,7 @@ def test_no_limit_exceeds_the_cap() -> None:
     assert payload_of(stack) == {"limit": 6, "extension": 7, "last": 11}
     method = control(strategy="dynamic", limit=4, extension=3, max_extensions=9, hard_cap=8)
     (t,) = rollouts_of(method, engine := policy(), n=1, max_tokens=5000)
-    assert t.meta["turns"] == 8 and "You get 3 more" in text_of(engine, t) and "You get 1 more" in text_of(engine, t)
+    assert t.meta["turns"] == 8 and all(f"additional {n} turns" in text_of(engine, t) for n in (3, 1))
     (t,) = rollouts_of(control(strategy="dynamic", limit=4, hard_cap=5), policy(), n=1, max_tokens=5000)
     assert t.meta["turns"] == 5  # half of the limit would be 6 in all
 

@@ -562,7 +562,7 @@ def test_an_asynchronous_mode_where_groups_go_on_in_a_later_batch(tmp_path: Path
             "trainer.total_training_steps=3",
         ],
         trainer="watched_colocate_async",
-        RL_PLUGINS_TEST_TOKEN_SECONDS="0.1",
+        RL_PLUGINS_TEST_TOKEN_SECONDS="0.2",
         RL_PLUGINS_TEST_VERSIONS="1",
     )
     assert "trainer.v1.colocate_async.num_warmup_batches=0.5" in run.log, "what the method sets is printed"
