@@ -81,6 +81,7 @@ def check_trace(folder: Path, steps: list[dict[str, Any]]) -> None:
             assert r["prompt"].startswith("<user>") and r["plan"] is None, "plans of a buffer are not recorded"
 
 
+@pytest.mark.long
 def test_separate_async_with_a_kill(tmp_path: Path) -> None:
     """Killed in the save of step 3 and resumed from step 2, while rollouts are made all the time."""
     options = [

@@ -547,6 +547,7 @@ def test_a_program_that_raises_ends_the_run(carousel: Run) -> None:
     assert 'raise ValueError("the program gave up")' in carousel.log, "the traceback"
 
 
+@pytest.mark.long
 def test_an_asynchronous_mode_where_groups_go_on_in_a_later_batch(tmp_path: Path) -> None:
     """`april` begins half as many groups again; verl's own buffer keeps what is not trained, agents in the middle of a
     turn included. Groups are complete when their program is."""
