@@ -176,7 +176,7 @@ def test_bf16_checkpointing_and_a_compiled_model(tmp_path):
     compiled = run(tmp_path, methods, **options, bf16=True, **same)
     far = moved(whole, tmp_path)
     assert difference(half, compiled) < 1e-6 < 1e-3 < far
-    assert 1e-6 < difference(whole, half) < 0.1 * far
+    assert 1e-6 < difference(whole, half) < 0.5 * far
     assert history(compiled, "loss") == pytest.approx(history(half, "loss"), abs=1e-6)
 
 
