@@ -261,8 +261,10 @@ def test_models_that_read_whole_contexts(family, caplog):
     model = build(family)
     plain, ours = both(model)
     for contexts in ([[3] * 90] * 8, [[3] * 92] * 4):
-        # dynamic RoPE in transformers 5.24 depends on what the model read before
-        equal(plain, ours, contexts, 3, within=1e-6 if family == "dynamic" else 1e-12)
+        # with transformers 5.24 (not explained): its dynamic RoPE may depend on what the model read before
+        equal(
+            plain, ours, contexts, 3, within=1e-6 if family == "dynamic" and cache_argument(model) == "cache" else 1e-12
+        )
     assert ours.positions == plain.positions and not ours.cache._kept
     assert ours.cache.read == ours.cache.positions == 720 + 368
     assert caplog.text.count("rollout_cache_gb has no effect") == 1
