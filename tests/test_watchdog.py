@@ -90,6 +90,7 @@ def started(folder: Path) -> list[psutil.Process]:
     return [psutil.Process(int(line)) for line in (folder / "pids").read_text().split()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["alone", "xdist"])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT"])
 def test_tests_that_are_ended_leave_nothing(tmp_path: Path, how: str, options: tuple[str, ...]) -> None:
@@ -118,6 +119,7 @@ def test_a_worker_that_is_killed_leaves_nothing_while_the_others_go_on(tmp_path:
 
 
 @pytest.mark.host
+@pytest.mark.long
 def test_the_daemons_of_ray_end_with_the_tests(tmp_path: Path) -> None:
     with pytest_on(tmp_path, RAY) as process:
         until(lambda: ready(tmp_path, process))

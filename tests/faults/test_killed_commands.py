@@ -57,6 +57,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.host
+@pytest.mark.long
 def test_trainers_end_with_the_comparison_and_a_rerun_has_its_logs_alone(tmp_path: Path) -> None:
     from rl_plugins.lab.demo import settings
     from rl_plugins.lab.demo.policy import build_model, build_tokenizer

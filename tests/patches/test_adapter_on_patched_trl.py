@@ -13,7 +13,7 @@ import pytest
 import torch
 from waiting import NEVER
 
-pytestmark = [pytest.mark.host]
+pytestmark = [pytest.mark.host, pytest.mark.long]
 
 SCRIPT = Path(__file__).parents[1] / "hosts" / "trl" / "ranks_script.py"
 OFF = {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.3, "epsilon": 0.05, "epsilon_high": 0.1, "beta": 0.04}

@@ -125,6 +125,7 @@ def test_sigkill_of_an_agent_loop_worker(killed: tuple[Run, Run]) -> None:
     assert state(run.folder / "checkpoints" / f"global_step_{last}")["steps"] == last >= 6
 
 
+@pytest.mark.long
 def test_a_changed_checkpoint_is_refused_by_name(killed: tuple[Run, Run], tmp_path: Path) -> None:
     """verl itself would begin the dataset anew without `data.pt`, and go on with the optimizer of another step."""
     saved = killed[0].folder / "checkpoints"
