@@ -17,7 +17,7 @@ pytest.importorskip("verl", reason="verl is not installed")
 import mails
 from test_verl_patches import pytestmark
 
-pytestmark = [pytest.mark.host, pytest.mark.long]
+pytestmark = [*pytestmark, pytest.mark.host, pytest.mark.long]
 
 SCRIPT = Path(__file__).with_name("verl_adapter_script.py")
 
