@@ -46,7 +46,7 @@ class Accelerator(Protocol):
     optimizer_step_was_skipped: bool
 
     def gather(self, tensor: Tensor) -> Tensor: ...
-    def unwrap_model(self, model: Any) -> Any: ...
+    def unwrap_model(self, model: Any, *, keep_torch_compile: bool = True) -> Any: ...
     def clip_grad_norm_(self, parameters: Any, max_norm: float) -> Any: ...
 
 
@@ -214,6 +214,11 @@ _FORWARD_KEYS = (
     "unmasked_at",  # of masked diffusion models, see trl/masked
     "prompt_hidden",
 )
+
+
+def policy_of(trainer: HostTrainer) -> Any:
+    """The model itself, whose `generate` TRL calls. With torch 2.7 nothing can be taken off a compiled one again."""
+    return trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
 
 
 def has_numbers(dataset: Any) -> bool:

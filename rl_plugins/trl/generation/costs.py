@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_plugins.runtime.costs import Costs, Meter, total
 from rl_plugins.runtime.ranks import to_driver
 from rl_plugins.trl.changes import changed
-from rl_plugins.trl.host import Trainer
+from rl_plugins.trl.host import Trainer, policy_of
 
 
 @contextlib.contextmanager
@@ -23,7 +23,7 @@ def engine_counted(trainer: Trainer) -> Iterator[None]:
     if trainer.use_vllm:
         thing, names = trainer.vllm_generation, {"generate": _vllm}
     else:
-        thing = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+        thing = policy_of(trainer)
         # a masked diffusion model is decoded by its trainer
         names = {"generate": _transformers} if hasattr(thing, "generate") else {}
         if trainer.args.use_transformers_continuous_batching:

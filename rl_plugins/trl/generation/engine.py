@@ -35,7 +35,7 @@ from rl_plugins.trl.generation.sampling import (
     cuts_of,
     window,
 )
-from rl_plugins.trl.host import DatasetRow, HostTrainer, Score, SingleTurn, Trainer, VllmEngine, tokenizer_of
+from rl_plugins.trl.host import DatasetRow, HostTrainer, Score, SingleTurn, Trainer, VllmEngine, policy_of, tokenizer_of
 
 
 class TrlEngine:
@@ -166,7 +166,7 @@ class TrlEngine:
     ) -> Iterator[SamplingWatch]:
         """`generate` of the policy with the options of a call. `race`: when all of it stops."""
         t = self.trainer
-        model = t.accelerator.unwrap_model(t.model_wrapped)
+        model = policy_of(t)
         host = t.rollout_generate(model)
         watch = SamplingWatch(options, limits, t.processing_class)
 

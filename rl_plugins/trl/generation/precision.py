@@ -19,7 +19,7 @@ from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.trl.changes import changed
 from rl_plugins.trl.config import GRPOConfig
 from rl_plugins.trl.generation.sampling import SamplingOptions, SamplingWatch, cuts_of
-from rl_plugins.trl.host import HostTrainer, SingleTurn
+from rl_plugins.trl.host import HostTrainer, SingleTurn, policy_of
 
 
 class CheapRollouts:
@@ -57,7 +57,7 @@ class CheapRollouts:
     def serving(self) -> Iterator[None]:
         """As long as this lasts, the policy's `generate` is that of the copy, and its log-probs are kept."""
         t = self.trainer
-        model, host = t.accelerator.unwrap_model(t.model_wrapped), self.generate()
+        model, host = policy_of(t), self.generate()
 
         def generate(*args: Any, **kwargs: Any) -> Any:
             limits = torch.full((len(kwargs["input_ids"]),), t.max_completion_length)
