@@ -15,8 +15,8 @@ from rl_plugins.runtime.chat import NO_TEMPLATE, has_template
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.preflight import NO_TURN_LIMITS, HostCapabilities, no_redundancy, preflight
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.verl.compat import needs_newer, untested_allowed, verl_version
-from rl_plugins.verl.config import MODES, Settings, compose, verl_folder
+from rl_plugins.verl.compat import needs_newer, runs_without_hybrid_engine, untested_allowed, verl_version
+from rl_plugins.verl.config import MODES, Settings, compose
 
 LOGPROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 ENTROPY = "actor_rollout_ref.actor.calculate_entropy"
@@ -646,15 +646,12 @@ def _untested_engine(stack: MethodStack, read: Reader) -> str:
     )
 
 
-def _two_engines_end_verl(stack: MethodStack, read: Reader) -> str:
-    if read.mode != "separate_async" or read("actor_rollout_ref.hybrid_engine", True):
-        return ""
-    source = Path(verl_folder()) / "trainer" / "ppo" / "v1" / "trainer_separate_async.py"
-    if "flush=True" not in source.read_text(encoding="utf-8"):  # patches/verl/V1 mends it
+def _no_hybrid_engine(stack: MethodStack, read: Reader) -> str:
+    if read.mode != "separate_async" or read("actor_rollout_ref.hybrid_engine", True) or runs_without_hybrid_engine():
         return ""
     return (
-        "actor_rollout_ref.hybrid_engine=False ends verl 0.9.1 with a TypeError in separate_async (a logging "
-        "call), after everything was started. Leave it True, or apply patches/verl/V1."
+        "actor_rollout_ref.hybrid_engine=False in separate_async is ignored by verl 0.9.0, and ends verl 0.9.1 with a "
+        "TypeError (a logging call), after everything was started. Leave it True, or apply patches/verl/V1 to 0.9.1."
     )
 
 
@@ -675,7 +672,7 @@ REFUSED: tuple[Rule, ...] = (
     _reward_model_scores_again,
     _distillation,
     _untested_engine,
-    _two_engines_end_verl,
+    _no_hybrid_engine,
 )
 """Combinations that cannot be exact."""
 

@@ -210,6 +210,18 @@ def checkpoint_engine(name: str) -> Any:
         return None
 
 
+def runs_without_hybrid_engine() -> bool:
+    """Whether `separate_async` can do without replicas on the training devices: 0.9.0 ignores the option, 0.9.1 ends in
+    a logging call (patches/verl/V1 mends it)."""
+    module = f"{_V1}.trainer_separate_async"
+    tree = _source(module, None)
+    return (
+        tree is not None
+        and states(module, "_enable_hybrid_replicas")
+        and not any(isinstance(n, ast.keyword) and n.arg == "flush" for n in ast.walk(tree))
+    )
+
+
 def needs_newer(option: str, value: Any) -> bool:
     """Whether only verl 0.9.1 takes this value: a fraction of a batch ahead of training, or rows of any age."""
     if states(_TRAINER, "_add_async_warmup_batches"):

@@ -666,12 +666,12 @@ def test_worker_processes_are_told_of_methods() -> None:
     assert c.ray_kwargs.ray_init.runtime_env.env_vars == {"OTHER": 1, "RL_PLUGINS_METHODS": "mc_grpo"}
     c = config(methods="")
     prepare(c)
-    assert "env_vars" not in c.ray_kwargs.ray_init.runtime_env
+    assert OmegaConf.select(c, "ray_kwargs.ray_init.runtime_env.env_vars") is None
 
 
 def test_methods_are_built_and_checked_once_per_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the trainer of ours; one of verl's that a program builds is checked by the guard."""
-    from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
+    from verl.trainer.ppo.v1 import PPOTrainerSync
 
     from rl_plugins.verl.config import Settings
     from rl_plugins.verl.trainer import MethodsSync
@@ -684,10 +684,10 @@ def test_methods_are_built_and_checked_once_per_trainer(monkeypatch: pytest.Monk
     class Stop(Exception):
         pass
 
-    def first_of_verl(config: Any) -> None:
+    def built_by_verl(self: Any) -> None:
         raise Stop
 
-    monkeypatch.setattr(trainer_base, "build_checkpoint_callback", first_of_verl)
+    monkeypatch.setattr(PPOTrainerSync, "_build_replay_buffer", built_by_verl)
     with pytest.raises(Stop):
         MethodsSync(config())
     assert (built, checked) == ([1], [1])
