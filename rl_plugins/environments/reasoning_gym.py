@@ -76,6 +76,26 @@ def rows(
     return made
 
 
+def split(
+    tasks: Mapping[str, Mapping[str, Any]], train: int, held_out: int, **options: Any
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows to train on and held-out rows. No question of one is in the other, so where a task has few questions there
+    are fewer than `train`.
+
+    Args:
+        tasks, options: of :func:`rows`.
+
+    Returns:
+        At most `train` rows, and `held_out` rows.
+
+    Raises:
+        ConfigError: see :func:`rows`.
+    """
+    made = rows(tasks, held_out + train, **options)
+    asked = {row["prompt"][-1]["content"] for row in made[:held_out]}
+    return [row for row in made[held_out:] if row["prompt"][-1]["content"] not in asked], made[:held_out]
+
+
 def verl_rows(rows: Sequence[Mapping[str, Any]], split: str = "train") -> list[dict[str, Any]]:
     """Rows of :func:`rows` in the columns that verl reads."""
     return [
