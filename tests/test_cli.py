@@ -555,6 +555,7 @@ def test_doctor_shows_versions_and_plugins(plugins, monkeypatch):
     assert re.search(r"^  trl +1\.16\.\d+ +ok$", text, re.M)
     assert re.search(r"^  RL_PLUGINS_ALLOW_UNTESTED +1$", text, re.M)
     assert "what the adapter uses of TRL: as expected" in text
+    assert re.findall(r"^  not there +(T\d+): ", text, re.M) == ["T2", "T3", "T5", "T11"]
     assert "some from rl-plugins-dummy" in text and "cannot be used: dummy_broken: " in text
     assert "No problem found." in text
 

@@ -385,8 +385,9 @@ def test_a_plan_of_an_evaluation_edits_prompts_and_attaches_payloads():
 def test_more_than_edits_is_refused_in_evaluation_but_limits_of_a_rollout_program(program):
     rows = [PlanRow(-1, 0, 2, edit={"prompt": "p"}), PlanRow(-1, 1, 2, edit={"prompt": "q"})]
     limits = [{"prefix": (3,)}, {"max_tokens": 4}, {"max_turns": 2}]
-    others = [{"n": 3}, {"spare": 1}, {"group": 9}, {"prompt_index": 0}, {"given": (Completion((1,)),)}]
-    acts = {"needs": {"turn_limits"}} | ({"rollout": lambda prompt: None} if program else {})
+    others = [{"n": 3}, {"spare": 1}, {"redundant": 1}, {"group": 9}, {"prompt_index": 0}]
+    others.append({"given": (Completion((1,)),)})
+    acts = {"needs": {"turn_limits", "redundancy"}} | ({"rollout": lambda prompt: None} if program else {})
     for change in limits + others:
         m = method("m", plan=each(lambda r, change=change: r.replace(**change)), in_eval=("plan", "rollout"), **acts)
         plan = lambda m=m: evaluation_plan(MethodStack([m]), rows)

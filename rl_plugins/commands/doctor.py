@@ -120,7 +120,7 @@ def _print_installation() -> Iterator[str]:
             f"one, e.g. pip install 'rl-plugins[trl]'."
         )
     if "trl" in usable:
-        from rl_plugins.trl.compat import closed_parts, moved_symbols
+        from rl_plugins.trl.compat import closed_parts, moved_symbols, seams
 
         moved = moved_symbols()
         print(f"  what the adapter uses of TRL: {'as expected' if not moved else '; '.join(moved)}")
@@ -128,6 +128,9 @@ def _print_installation() -> Iterator[str]:
             print(f"  not with this installation, {part}: {why}")
         if moved:
             yield f"TRL moved what rl-plugins builds on: {'; '.join(moved)}."
+        print("\nUpstream changes in this TRL (patches/README.md)")
+        for what, there in seams().items():
+            print(f"  {'there' if there else 'not there':<11}{what}")
 
     print_environment(VARIABLES)
     print_found()

@@ -144,8 +144,8 @@ def evaluation_plan(stack: MethodStack, rows: Sequence[PlanRow]) -> list[PlanRow
         asked = Plan(tuple(result), size, sum(r.n for r in result), batch=stack.batch)
         new = _chain_plan(stack, asked, [m]).rows
         limits = any(r.prefix or r.max_tokens is not None or r.max_turns is not None for r in new) and not program
-        asked_for = [(r.prompt_index, r.group, r.n, 0) for r in result]
-        others = [(r.prompt_index, r.group, r.n, r.spare) for r in new] != asked_for
+        asked_for = [(r.prompt_index, r.group, r.n, 0, 0) for r in result]
+        others = [(r.prompt_index, r.group, r.n, r.spare, r.redundant) for r in new] != asked_for
         if others or limits or any(r.given for r in new):
             raise MethodError(f"Method `{m.name}` {_ONLY_EDITS}")
         result = [

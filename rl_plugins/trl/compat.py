@@ -11,6 +11,7 @@ import importlib.metadata
 import inspect
 import logging
 import os
+import pkgutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -70,15 +71,28 @@ PINNED = (
     Pinned(_TRAINER, "_metrics", None, "changed: what TRL logs of rows it did not choose"),
     Pinned(_TRAINER, "_logs", None, "changed: the table of completions"),
     Pinned(_TRAINER, "_pending_extra_logs", None, "changed: columns that reward functions add to that table"),
-    Pinned(_TRAINER, "_transform_advantages", ("advantages",), "overridden: seam T2", optional=True),
+    Pinned(
+        _TRAINER,
+        "_transform_advantages",
+        ("advantages",),
+        "T2: the methods decide before TRL logs and slices",
+        optional=True,
+    ),
     Pinned(
         _TRAINER,
         "_transform_per_token_loss",
         ("per_token_loss", "per_token_logps", "log_ratio", "mask", "inputs"),
-        "overridden: seam T3",
+        "T3: the method's surrogate takes the place of TRL's",
         optional=True,
     ),
-    Pinned(_TRAINER, "_select_completions", None, "looked for: seam T5", optional=True),
+    Pinned(_TRAINER, "_select_completions", None, "T5: `keep_ratio` beside an entropy bonus", optional=True),
+    Pinned(
+        "trl.trainer.utils:RepeatSampler",
+        "set_epoch",
+        ("epoch",),
+        "T11: TRL resumes a later pass over the dataset in its order",
+        optional=True,
+    ),
     Pinned(_TRAINER, "training_step", ("model", "inputs", "num_items_in_batch"), "overridden: the gradient is finite"),
     Pinned(_TRAINER, "compute_loss", ("model", "inputs"), "overridden: `before_update` before it, the surrogate in it"),
     Pinned(_TRAINER, "get_high_entropy_mask", ("entropies", "mask", "threshold"), "overridden: seen by the loss"),
@@ -270,6 +284,11 @@ def moved_symbols() -> list[str]:
 def closed_parts() -> dict[str, str]:
     """Parts of the adapter that the installed TRL does not serve, with the reason."""
     return {part: why for part in PARTS if (why := missing(part))}
+
+
+def seams() -> dict[str, bool]:
+    """What upstream changes in the installed TRL would serve, by their number, and whether they are there."""
+    return {p.why: hasattr(pkgutil.resolve_name(p.owner), p.name) for p in PINNED if p.optional}
 
 
 def missing(part: str) -> str:
