@@ -6,6 +6,7 @@ Rollout programs use it as it is; `rl_plugins.trl.generation.environments.as_too
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -49,7 +50,8 @@ class Environment(Protocol):
 
     An environment may also have `score() -> float`, the reward of the episode so far (None: it has none); without it,
     the sum of the rewards of its observations counts. Its class may have `rows(n)`, dataset rows to try it with:
-    `rl-plugins check` uses them.
+    `rl-plugins check` uses them. It may have a class method `check()`, which is called before training and raises
+    `ConfigError` where no episode could be played.
 
     One whose constructor or method raises, takes too long or answers something else is broken: its episode ends, and
     has no score.
@@ -91,8 +93,8 @@ def check_methods(environment: Any, name: str) -> None:
 
 
 def check_environment(factory: Callable[..., Any] | None) -> None:
-    """Refuses what is known not to make environments, without making one: a class that lacks a method, or one whose
-    `reset` or `act` is annotated to return something else than an `Observation`.
+    """Refuses what is known not to make environments: a class that lacks a method, one whose `reset` or `act` is
+    annotated to return something else than an `Observation`, and one whose own class method `check()` refuses it.
 
     Args:
         factory: a class; of a function nothing is known before it is called.
@@ -113,6 +115,8 @@ def check_environment(factory: Callable[..., Any] | None) -> None:
                 f"`{name}` of the environment {factory.__name__} says that it returns {told.__name__}. It must return "
                 f"an {_ALLOWED}."
             )
+    if inspect.ismethod(own := getattr(factory, "check", None)):
+        own()
 
 
 def observed(environment: Any, method: str, answer: Any) -> Observation:
