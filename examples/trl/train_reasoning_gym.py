@@ -33,8 +33,9 @@ DEFAULTS = {
     "output_dir": "reasoning-gym-run",
     "reward_weights": [1.0, 0.5],  # solved, brief
     "num_generations": 8,
-    "per_device_train_batch_size": 64,  # rollouts of a step: 8 prompts x 8
-    "per_device_eval_batch_size": 64,
+    "per_device_train_batch_size": 16,  # x 4: a step has 64 rollouts, 8 prompts x 8
+    "gradient_accumulation_steps": 4,
+    "per_device_eval_batch_size": 32,
     "num_generations_eval": 1,
     "max_completion_length": 64,
     "max_steps": 100,
