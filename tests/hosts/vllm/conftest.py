@@ -69,9 +69,10 @@ def _engines() -> dict[str, Any]:
 @pytest.fixture
 def colocate(_engines: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], dict[str, Any]]]:
     """Options of a trainer in colocate mode, for weights of a dtype ("auto" is what TRL itself asks for: bfloat16).
+    `model` names the policy, if it is not the folder's.
 
     TRL has no way to pass a dtype or `enforce_eager`, so its `LLM` is wrapped; and starting an engine takes long, so
-    trainers share one per dtype. Each brings its own weights along before its first rollouts.
+    trainers share one per model and dtype. Each brings its own weights along before its first rollouts.
     """
     import cpu_adapter
     from trl.generation import vllm_generation
@@ -79,14 +80,14 @@ def colocate(_engines: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Itera
     cpu_adapter.keep_plain_weights()
     original = vllm_generation.LLM
 
-    def options(dtype: str = "float32") -> dict[str, Any]:
+    def options(dtype: str = "float32", model: str = "policy", length: int = 64) -> dict[str, Any]:
         def shared(**kwargs: Any) -> Any:
-            if dtype not in _engines:
-                _engines[dtype] = original(**kwargs, dtype=dtype, enforce_eager=True)
-            return _engines[dtype]
+            if (engine := f"{model} {dtype}") not in _engines:
+                _engines[engine] = original(**kwargs, dtype=dtype, enforce_eager=True)
+            return _engines[engine]
 
         monkeypatch.setattr(vllm_generation, "LLM", shared)
-        return dict(use_vllm=True, vllm_mode="colocate", vllm_max_model_length=64)
+        return dict(use_vllm=True, vllm_mode="colocate", vllm_max_model_length=length)
 
     yield options
     for name in RENDEZVOUS:  # TRL leaves them behind, and the next trainer would take this for a run with ranks
