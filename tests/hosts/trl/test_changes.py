@@ -11,6 +11,7 @@ import pytest
 from messages import raises
 from trl import GRPOTrainer as HostTrainer
 from trl.trainer import grpo_trainer
+from waiting import NEVER
 
 from rl_plugins.runtime.host_names import Pinned
 from rl_plugins.trl.changes import changed
@@ -120,7 +121,7 @@ def test_without_methods_nothing_is_touched(tmp_path):
     """In a fresh process: classes, modules, callbacks, the trainer and its batches are TRL's own."""
     (tmp_path / "run").mkdir()
     arguments = [str(tmp_path / "run"), str(Path(__file__).parent), str(tmp_path / "out")]
-    done = subprocess.run([sys.executable, "-c", UNTOUCHED, *arguments], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", UNTOUCHED, *arguments], capture_output=True, text=True, timeout=NEVER)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

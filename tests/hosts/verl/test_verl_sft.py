@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from messages import raises
+from waiting import NEVER
 
 pytest.importorskip("verl", reason="verl is not installed")
 
@@ -54,7 +55,7 @@ def runs(folder):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script),
          str(folder), json.dumps(list(CASES.values())), str(folder / "out")],
-        capture_output=True, text=True, timeout=300, env=environment,
+        capture_output=True, text=True, timeout=NEVER, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = [torch.load(folder / f"out-{rank}", weights_only=False) for rank in (0, 1)]
