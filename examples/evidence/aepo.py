@@ -93,14 +93,18 @@ def agent(text: str) -> Mapping[str, float]:
     return FLAT if text.rsplit(">", 2)[-2].endswith("<u") else SHARP
 
 
+def engine_of(model: Any, seed: int) -> TableEngine:
+    engine = TableEngine(model, seed=seed)
+    engine.chat.vocabulary = 8  # the letters
+    return engine
+
+
 def branch(arm: str, seed: int) -> dict[str, float]:
     gini, uncertain, answers = [], [], []
-    given = {"environment": Walk, "vocabulary": 8, "max_turns": TURNS, "entropy_weight": 0.2, **BRANCHING[arm]}
-    if given["entropy_weight"] == 0:
-        del given["vocabulary"]
+    given = {"environment": Walk, "max_turns": TURNS, "entropy_weight": 0.2, **BRANCHING[arm]}
     method = AepoRollout(build_params(AepoRollout.Params, given, "aepo_rollout"))
     for i in range(TREE_PROMPTS):
-        engine = TableEngine(agent, seed=1000 * seed + i)
+        engine = engine_of(agent, 1000 * seed + i)
         prompt = make_prompt(engine.chat, f"{i}", n=K, max_tokens=200, seed=f"{seed}|{i}")
         rows = [row for (row,) in run_program(method, prompt, engine)]
         answers.append(len({row.tokens for row in rows}))
@@ -130,12 +134,12 @@ def probe(first: Mapping[str, float], later: Mapping[str, float], length: int, s
         said = text.rsplit(">", 1)[-1]
         return {EOS: 1.0} if len(said) >= length else (first if text.count("<") == 1 else later)
 
-    given = {"environment": Walk, "vocabulary": 8, "max_turns": TURNS, "probe": True}
+    given = {"environment": Walk, "max_turns": TURNS, "probe": True}
     method = AepoRollout(build_params(AepoRollout.Params, given, "aepo_rollout"))
     found = []
     for i in range(10):
         logged: dict[str, float] = {}
-        engine = TableEngine(policy, seed=1000 * seed + i)
+        engine = engine_of(policy, 1000 * seed + i)
         run_program(method, make_prompt(engine.chat, f"{i}", n=K, max_tokens=400, seed=f"{seed}|{i}"), engine, logged)
         found.append(logged["aepo_rollout/initial"])
     return float(np.mean(found))

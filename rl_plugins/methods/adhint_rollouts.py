@@ -11,8 +11,8 @@ from rl_plugins import ConfigError, Idle, Method, MethodError, Run, from_params,
 from rl_plugins.core.errors import shown
 from rl_plugins.core.requests import Generate, Program, Prompt, Score, Scored, Trajectory
 from rl_plugins.kit.prompt_memory import SuccessParams
+from rl_plugins.kit.texts import tokens_before
 from rl_plugins.methods.adhint.hints import COLUMN
-from rl_plugins.methods.scope.steps import tokens_before
 
 
 class AdhintRollouts(Method):

@@ -27,7 +27,7 @@ class AepoRollout(Method):
 
     The entropy of a turn is a sum, not a mean:
 
-        H = -sum over the first entropy_tokens tokens and their top_logprobs log-probs l of exp(l) l / ln vocabulary
+        H = -sum over the first entropy_tokens tokens and their top_logprobs log-probs l of exp(l) l / ln |V|
 
     A prompt has k rollouts; m of them start from the prompt. Then all unfinished chains take a turn together, and the
     environment answers. While there are fewer than k chains, every unfinished chain is copied together with its
@@ -43,10 +43,11 @@ class AepoRollout(Method):
     where H_root is the entropy of `probe_tokens` tokens from the prompt, and H_tool the mean over the turns of one
     whole rollout; both are discarded. Evaluation plays plain rollouts.
 
-    Symbols: u uniform in [0, 1), from the prompt's own generator; H_first is the entropy of the chain's first turn, for
-    a copy of its own; c counts consecutive rounds in which the prompt got a new chain (20 end branching). Shared tokens
-    are trained in each chain; text of the environment is not. Rows have `score`, `turns`, `done`, `error` and
-    `aepo_branch` (turns at the copy, None for those from the prompt) in `rollouts.meta`.
+    Symbols: |V| is the size of the tokenizer's vocabulary; u is uniform in [0, 1), from the prompt's own generator;
+    H_first is the entropy of the chain's first turn, for a copy of its own; c counts consecutive rounds in which the
+    prompt got a new chain (20 end branching). Shared tokens are trained in each chain; text of the environment is not.
+    Rows have `score`, `turns`, `done`, `error` and `aepo_branch` (turns at the copy, None for those from the prompt) in
+    `rollouts.meta`.
 
     Special cases: if an environment cannot be copied (`copy.deepcopy`), missing chains start from the prompt. A chain
     ends if its environment raises or hangs, at `max_turns`, or if the environment's reply does not fit. One whose
@@ -79,7 +80,6 @@ class AepoRollout(Method):
         penalty: float = param(0.05, "penalty per consecutive round with a new chain", ge=0, le=1, only_if=_COPIES)
         entropy_tokens: int = param(20, "first tokens of a turn that count for its entropy", ge=1, only_if=_ENTROPY)
         top_logprobs: int = param(10, "number of most likely tokens that the engine reports", ge=1, only_if=_ENTROPY)
-        vocabulary: int | None = param(None, "size of the vocabulary; none: the tokenizer's", ge=2, only_if=_ENTROPY)
         max_turns: int = param(7, "most turns of a chain (default: the authors' 6 tool calls and an answer)", ge=1)
 
     def check(self, run: Run) -> None:
@@ -202,7 +202,7 @@ class AepoRollout(Method):
 
     def _entropy(self, prompt: Prompt, made: Generated) -> float:
         p = self.params
-        return turn_entropy(made.top[: p.entropy_tokens], p.vocabulary or prompt.chat.vocabulary)
+        return turn_entropy(made.top[: p.entropy_tokens], prompt.chat.vocabulary)
 
 
 @dataclass(frozen=True)

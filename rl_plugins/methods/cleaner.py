@@ -16,6 +16,7 @@ from rl_plugins.core.params import GIVEN, above
 from rl_plugins.core.requests import Kind
 from rl_plugins.kit.agents import AgentParams, Episode, Opened, act, episodes, finish, generate, go_on, reply
 from rl_plugins.kit.start_checks import refuse_beyond_completion
+from rl_plugins.kit.texts import tokens_before
 
 PATTERNS = (
     *("ImportError", "ModuleNotFoundError", "SyntaxError", "IndexError", "IndentationError", "NameError", "TypeError"),
@@ -337,14 +338,16 @@ def merge_turns(old: Sequence[int], new: Sequence[int], decode: Callable[[Sequen
 
 
 def call_start(tokens: Sequence[int], decode: Callable[[Sequence[int]], str], marker: str, boundary: str) -> int | None:
-    """Number of the token with which the call begins: the one that holds the marker's first character ("exact"), or the
-    one with which the marker is complete ("code_compat"); None without a marker. The text grows with the tokens, so
-    both are found by bisection."""
+    """Number of the token with which the call begins: the first behind the tokens that fit before the marker ("exact"),
+    or the one with which the marker is complete ("code_compat"); None without a marker. The text grows with the tokens,
+    so both are found by bisection."""
     text = decode(tokens)
     place = text.find(marker)
     if place < 0 or not marker:
         return 0 if not marker else None
-    head = text[: place + (1 if boundary == "exact" else len(marker))]
+    if boundary == "exact":
+        return tokens_before(tokens, decode, place)
+    head = text[: place + len(marker)]
     return bisect_left(range(len(tokens)), True, key=lambda i: decode(tokens[: i + 1]).startswith(head))
 
 

@@ -13,6 +13,6 @@ CASE = Case(
     effects=Effects(
         World(model=writes("ab", "cd", "ce", "caba"), n=8, max_tokens=80),
         {"environment": [Desk], "role": ["assistant"]},
-        params={"environment": Bench, "vocabulary": 8, "top_logprobs": 3},
+        params={"environment": Bench, "top_logprobs": 3},
     ),
 )

@@ -362,15 +362,16 @@ def model(*entropies: Mapping[str, float]) -> Any:
 
 
 def rollout_params(**params: Any) -> Any:
-    values = {"environment": Talk, "vocabulary": 8, **params}
+    values = {"environment": Talk, **params}
     return build_params(AepoRollout.Params, acting(AepoRollout.Params, values), "aepo_rollout")
 
 
 def played(
-    k: int = 6, *, engine: TableEngine | None = None, text: str = "go", **params: Any
+    k: int = 6, *, engine: TableEngine | None = None, text: str = "go", vocabulary: int = 8, **params: Any
 ) -> tuple[list[Trajectory], TableEngine, dict[str, float]]:
     changes = params.pop("prompt", {})
     engine = engine or TableEngine(model(FLAT))
+    engine.chat.vocabulary = vocabulary
     logged: dict[str, float] = {}
     method = AepoRollout(rollout_params(**{"environment": talk(), **params}))
     prompt = make_prompt(engine.chat, text, n=k, **{"max_tokens": 200, "seed": text, **changes})
@@ -402,11 +403,8 @@ def assert_books(engine: TableEngine, rows: Sequence[Trajectory]) -> None:
 
 
 def test_entropies_are_in_units_of_the_tokenizers_vocabulary() -> None:
-    _, engine, logged = played(vocabulary=None)
-    _, _, given = played(vocabulary=8)
-    assert logged["aepo_rollout/turn_entropy"] == pytest.approx(
-        given["aepo_rollout/turn_entropy"] * math.log(8) / math.log(engine.chat.vocabulary)
-    )
+    entropies = [played(vocabulary=n)[2]["aepo_rollout/turn_entropy"] for n in (8, 64)]
+    assert entropies[0] == pytest.approx(2 * entropies[1]) != 0
 
 
 def simulate(k: int, m: int, turns: int, params: Any, prompt: Any) -> tuple[list[int | None], int, int]:

@@ -18,7 +18,7 @@ from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.losses import ppo_clip
 from rl_plugins.core.params import build_params
 from rl_plugins.core.requests import Kind, Prompt
-from rl_plugins.methods.scope import Scope, first_wrong, split_steps, tokens_before
+from rl_plugins.methods.scope import Scope, first_wrong, split_steps
 from rl_plugins.methods.scope.steps import checked_scores
 from rl_plugins.testing import make_rollouts, make_terms, make_tokens, one_step, start_stack
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
@@ -123,22 +123,6 @@ def test_first_wrong_step() -> None:
     for bad in (None, [1.0], ["a", "b"], [1.0, math.nan], 3):
         with pytest.raises(ValueError):
             checked_scores(bad, 2)
-
-
-def test_tokens_that_reach_beyond_are_not_before() -> None:
-    words = {1: "first", 2: " step\n", 3: "\nnext", 4: " ", 9: ""}
-    tokens = [1, 2, 3, 4, 9]
-
-    def decode(some: Any) -> str:
-        return "".join(words[t] for t in some)
-
-    boundary = len("first step\n\n")
-    assert tokens_before(tokens, decode, boundary) == 2  # the third token has a part of the next step
-    assert tokens_before(tokens, decode, len("first step\n")) == 2
-    assert tokens_before(tokens, decode, 0) == 0 and tokens_before(tokens, decode, 10_000) == 5
-
-
-# ---- what is corrected
 
 
 def test_a_hopeless_group_gets_one_right_answer_that_begins_like_its_own() -> None:

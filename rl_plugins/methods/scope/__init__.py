@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from rl_plugins.methods.scope.method import Scope
-from rl_plugins.methods.scope.steps import first_wrong, split_steps, tokens_before
+from rl_plugins.methods.scope.steps import first_wrong, split_steps
 
-__all__ = ["Scope", "first_wrong", "split_steps", "tokens_before"]
+__all__ = ["Scope", "first_wrong", "split_steps"]

@@ -16,8 +16,9 @@ from rl_plugins.core.requests import Call, Called, Generate, Generated, Program,
 from rl_plugins.core.rollouts import Rollouts, Run, Shape, Terms, Tokens
 from rl_plugins.kit.prompts import appended, as_text
 from rl_plugins.kit.start_checks import refuse_beyond_completion
+from rl_plugins.kit.texts import tokens_before
 from rl_plugins.methods.scope.params import ScopeParams
-from rl_plugins.methods.scope.steps import checked_scores, first_wrong, split_steps, tokens_before
+from rl_plugins.methods.scope.steps import checked_scores, first_wrong, split_steps
 
 _COLUMN = "scope_foreign"  # 1 for tokens of the corrector
 

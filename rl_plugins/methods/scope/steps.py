@@ -1,4 +1,4 @@
-"""Reasoning steps of a completion: where they are in its text, the first wrong one, and the tokens that precede it."""
+"""Reasoning steps of a completion: where they are in its text, and the first wrong one."""
 
 from __future__ import annotations
 
@@ -48,16 +48,3 @@ def first_wrong(scores: Sequence[float], threshold: float, lowest: bool) -> int 
     several) if `lowest`, else None."""
     below = next((i for i, s in enumerate(scores) if s < threshold), None)
     return min(range(len(scores)), key=scores.__getitem__) if below is None and lowest and scores else below
-
-
-def tokens_before(tokens: Sequence[int], decode: Callable[[Sequence[int]], str], length: int) -> int:
-    """How many of the first tokens fit into the first `length` characters of their text. A token that reaches beyond is
-    not among them; nothing is tokenized again."""
-    low, high = 0, len(tokens)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if len(decode(tokens[:middle])) <= length:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -453,7 +453,6 @@ def test_aepo_branches_with_copies_of_the_environment(train):
         "environment": Calculator,
         "initial_rollouts": 4,
         "branch_probability": 0.3,
-        "vocabulary": 64,
         "turn_tokens": 14,
     }
     seen = train(
@@ -527,7 +526,7 @@ def test_aepo_clip_equals_its_formula_after_two_updates(train):
 
 
 def test_aepo_as_a_bundle(train):
-    params = {"aepo_rollout": {"environment": Calculator, "vocabulary": 64, "turn_tokens": 14}}
+    params = {"aepo_rollout": {"environment": Calculator, "turn_tokens": 14}}
     seen = train(
         ["aepo"],
         params,

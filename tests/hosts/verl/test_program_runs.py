@@ -66,7 +66,6 @@ PARAMS = [
     "aepo_rollout.turn_tokens=6",
     "aepo_rollout.initial_rollouts=4",
     "aepo_rollout.branch_probability=0.3",
-    "aepo_rollout.vocabulary=64",
     "echo_labels.n_votes=10",
     "echo_labels.extract='verl_programs:first_digits'",
     "echo_tree.min_depth=1",
