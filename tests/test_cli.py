@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from rich.console import Console
+from rich.table import Table
 from typer.testing import CliRunner
 from waiting import NEVER
 
@@ -26,6 +28,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 from rl_plugins.cards import catalog
 from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.info import info
+from rl_plugins.cards.listing import print_list
 from rl_plugins.cards.usage import usage_of
 from rl_plugins.commands import cli
 from rl_plugins.commands.cli import app
@@ -78,14 +81,15 @@ def test_help_and_what_helps_to_choose_load_no_framework():
         "        try: app(a)\n"
         "        except SystemExit as e: assert not e.code\n"
         "    print('loaded', sorted({'numpy', 'torch._C', 'trl', 'transformers', 'yaml', 'matplotlib', 'pyarrow', "
-        "'scipy.stats', 'scipy.optimize'} & set(sys.modules)))\n"
+        "'scipy.stats', 'scipy.optimize', 'rich.table'} & set(sys.modules)))\n"
         f"loaded(['--help'], *([c, '--help'] for c in {COMMANDS}))\n"
         "loaded(['list'], ['list', '--hooks'], ['suggest', '--for', 'equal rewards'])\n"
         "loaded(['info', 'reward_audit'], ['info', 'mdlm'])\n"
+        "loaded(['info', 'epo'], ['info', 'v0_5'])\n"  # their constructors ask torch for something
     )
     done = process("-c", code)
     found = [line for line in done.stdout.splitlines() if line.startswith("loaded")]
-    assert found == ["loaded []", "loaded []", "loaded ['numpy']"], done.stderr
+    assert found[:3] == ["loaded []", "loaded []", "loaded ['numpy']"] and "torch._C" in found[3], done.stderr
     for command in COMMANDS:
         assert command == "docs" or re.search(rf"^  {command}  ", done.stdout, re.M)
 
@@ -109,6 +113,21 @@ def test_list_shows_every_method(view, plugins):
     broken = text[text.index("Cannot be used") :]
     assert "No module named 'a_module_that_does_not_exist'" in broken and "dummy_misfit" in broken
     assert "mc_grpo: The method name `mc_grpo` has 2 origins" in broken
+
+
+@pytest.mark.parametrize("width", [100, 140])
+def test_tables_of_the_list_look_like_those_of_rich(width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    found = catalog.entries()
+    print_list(hooks=True)
+    printed = capsys.readouterr().out.split("\n\n")[0]
+    table = Table(title="Methods", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("name", "paper", "changes", "hosts", "fidelity"):
+        table.add_column(name, no_wrap=name in ("name", "paper"))
+    for e in (e for e in found if e.kind == "method"):
+        table.add_row(e.name, e.arxiv, ", ".join(e.hooks), ", ".join(e.hosts) or "none", e.fidelity)
+    Console(width=width).print(table)
+    assert printed == "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
 
 
 def test_the_index_says_what_the_classes_say():

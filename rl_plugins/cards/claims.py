@@ -95,12 +95,12 @@ def claim_verdict(stages: Sequence[tuple[float, float]], error: str = "", untest
 @cache
 def claims() -> tuple[PaperClaim, ...]:
     """All claims, by method."""
-    return tuple(PaperClaim(name, **claim) for name in registry.all_names() for claim in card_file(name).claims)
+    return tuple(claim for name in registry.all_names() for claim in claims_of(name))
 
 
 def claims_of(method: str) -> list[PaperClaim]:
     """Those of a method or bundle."""
-    return [claim for claim in claims() if claim.method == method]
+    return [PaperClaim(method, **claim) for claim in card_file(method).claims]
 
 
 @cache

@@ -21,7 +21,6 @@ from rl_plugins.cards.catalog import (
     preset_text,
 )
 from rl_plugins.cards.claims import claim_lines
-from rl_plugins.cards.pairs import conflicts, excluded
 from rl_plugins.cards.problems import PROBLEMS
 from rl_plugins.cards.results import Result, measured_of
 from rl_plugins.cards.usage import Usage, usage_of
@@ -124,6 +123,8 @@ def _excludes(card: Card) -> Iterator[str]:
         for reason, names in index()[card.name]["excludes"].items():
             yield f"{', '.join(names)}: {reason}"
         return
+    from rl_plugins.cards.pairs import conflicts, excluded  # builds every pair: loads the runtime
+
     classes = []
     for name in registry.all_names():
         with suppress(RLPluginsError):  # `list` says what is wrong with it

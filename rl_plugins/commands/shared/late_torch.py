@@ -12,8 +12,8 @@ from typing import Any
 
 def late_torch() -> None:
     """From now on `import torch` gives a stand-in. What modules take from it at their top (`from torch import Tensor`)
-    is a stand-in, too; the first one that is called or asked for anything loads torch and hands it through. For
-    commands that print what a class says and end."""
+    is a stand-in, too; the first one that is called or asked for anything loads torch and hands it through. A function
+    that asks for a part of torch gets the part itself. For commands that print what a class says and end."""
     if "torch" not in sys.modules:
         sys.meta_path.insert(0, _Finder())
 
@@ -33,7 +33,11 @@ class _Module(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Later(self.__name__, name)
+        later = _Later(self.__name__, name)
+        return later if sys._getframe(1).f_code.co_name in _AT_IMPORT else later._real()
+
+
+_AT_IMPORT = ("<module>", "_handle_fromlist")  # who looks when `from torch import` is at the top of a module
 
 
 class _Later:
