@@ -66,6 +66,39 @@ def test_hooks_run_in_the_order_of_a_step_and_methods_in_the_order_of_the_flag()
     assert stack.batch == 9 and decision.estimator == "c" and tuple(decision.rewarded_by) == ("a",)
 
 
+@pytest.mark.parametrize(
+    "gives", [(), ("factor",), ("advantages",), ("factor", "advantages"), ("advantages", "factor")]
+)
+@pytest.mark.parametrize("host", [False, True])
+def test_advantages_by_rows_are_those_of_their_tokens(gives, host):
+    """What a row has is told without a look at its tokens where no hook told them apart."""
+    draw = torch.Generator().manual_seed(len(gives) + 2 * host)
+    rewards, lengths = torch.rand(6, generator=draw).double(), [3, 0, 5, 1, 4, 2]
+    rollouts = make_rollouts(rewards, group=[0, 0, 0, 1, 1, 1], lengths=lengths)
+    keep, stays = torch.rand(15, generator=draw) > 0.3, torch.tensor([True, True, False, True, True, True])
+    given = torch.rand(6, generator=draw).double() if host else None
+    found = {"factor": torch.rand(6, generator=draw).double(), "advantages": torch.rand(15, generator=draw).double()}
+    own = given if host else grpo_advantages(rollouts)
+    row = make_tokens(rollouts).row
+    wanted = own[row]
+    for what in gives:
+        wanted = wanted * found["factor"][row] if what == "factor" else found["advantages"]
+    names = {"factor": "row_factor", "advantages": "advantages"}
+    stack = [
+        method(f"m{i}", shape=lambda r, t, w=w: Shape(**{names[w]: found[w]}), needs={"tokens"})
+        for i, w in enumerate(gives)
+    ]
+    stack.append(method("last", shape=lambda r, t: Shape(keep_rows=stays, keep_tokens=keep), needs={"tokens"}))
+    d = run(stack, rollouts, host=given)
+    live = keep & stays[row]
+    assert torch.equal(d.keep_tokens, live) and torch.equal(d.advantages, torch.where(live, wanted, 0.0))
+    of = [wanted[live & (row == i)] for i in range(6)]
+    assert d.trained.tolist() == [len(x) > 0 for x in of]
+    mean = [float(x.mean()) if len(x) else 0.0 for x in of]
+    assert d.row_advantages.tolist() == pytest.approx(mean, rel=1e-15, abs=0)
+    assert d.uniform == all(len(set(x.tolist())) < 2 for x in of) == ("advantages" not in gives)
+
+
 def test_only_what_select_kept_is_in_the_statistics():
     rewards = [9.0, 1.0, 0.0, 5.0, 3.0, 3.0]
     group = [0, 0, 0, 1, 1, 1]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.core.groups import Groups
+from rl_plugins.core.groups import Groups, count_true, places
 
 NAN, INF = math.nan, math.inf
 
@@ -435,3 +435,11 @@ def test_two_hundred_thousand_ragged_rows_without_a_loop_over_rows():
             same(others[inside[g]], loop_leave_one_out(members))
             assert top[inside[g]].tolist() == loop_top_k(members, 3)
     assert calls < 2_000, "a loop over rows or groups"
+
+
+@pytest.mark.parametrize("size", [[], [0], [3, 0, 2, 1], [0, 0, 4], [5]])
+def test_places_and_counts_of_blocks(size):
+    mask = torch.arange(sum(size)) % 2 == 0
+    assert places(torch.tensor(size, dtype=torch.int64)).tolist() == [i for n in size for i in range(n)]
+    blocks = torch.split(mask, size) if size else ()
+    assert count_true(mask, torch.tensor(size, dtype=torch.int64)).tolist() == [int(b.sum()) for b in blocks]

@@ -284,15 +284,22 @@ class Groups:
 
 
 def places(size: Tensor) -> Tensor:
-    """(blocks,) sizes -> (sum of them,) int64: the place of each entry in its block, from 0."""
-    start = spread(torch.cumsum(size, 0) - size, size)
-    return torch.arange(len(start)).sub_(start)
+    """(blocks,) sizes, on the CPU -> (sum of them,) int64: the place of each entry in its block, from 0."""
+    numbers = np.arange(int(size.max()) if len(size) else 0)
+    return torch.from_numpy(np.concatenate([numbers[:0], *(numbers[:n] for n in size.tolist())]))
 
 
 def spread(values: Tensor, size: Tensor) -> Tensor:
     """(blocks,) values and sizes, on the CPU -> (sum of sizes,): each entry has the value of its block. A quarter of
     the time of torch.repeat_interleave."""
     return torch.from_numpy(np.repeat(values.numpy(), size.numpy()))
+
+
+def count_true(mask: Tensor, size: Tensor) -> Tensor:
+    """(entries,) bool in blocks of these sizes, on the CPU -> (blocks,) int64: how many of each block are True."""
+    stop, entries = torch.cumsum(size, 0).tolist(), mask.numpy()
+    counts = (np.count_nonzero(entries[i:j]) for i, j in zip([0, *stop], stop, strict=False))
+    return torch.from_numpy(np.fromiter(counts, np.int64, len(stop)))
 
 
 def joint(first: Tensor, *others: Tensor) -> Tensor:

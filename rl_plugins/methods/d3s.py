@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Idle, Method, MethodParams, Rollouts, Run, Shape, Tokens, param
-from rl_plugins.core.groups import parts
+from rl_plugins.core.groups import parts, spread
 from rl_plugins.core.params import GIVEN
 
 _ROUNDING = 1e-9  # of variances that are equal, and of shares times counts
@@ -77,7 +77,8 @@ class D3s(Method):
         in_update = tokens.advantages
         if not bool(tokens.keep.all()):
             in_update = torch.where(tokens.keep, in_update, torch.nan)
-        advantages = Groups(tokens.row, count=len(rollouts)).mean(in_update)
+        of_row = Groups(tokens.row, count=len(rollouts))
+        advantages = of_row.mean(in_update)
         advantages = torch.where(torch.isnan(rollouts.reward), torch.nan, advantages)
         everything = Groups.one(len(rollouts))
         rows = torch.ones(len(rollouts), dtype=torch.bool)
@@ -89,15 +90,15 @@ class D3s(Method):
         if batch_rows < 1:
             size = _rounded(batch_rows * everything.n(advantages))
             rows = max_variance_rows(torch.where(rows, advantages, torch.nan), everything, size)
-        candidates = rows.index_select(0, tokens.row) & tokens.keep
+        candidates = spread(rows, of_row.size) & tokens.keep
         kept = top_tokens(tokens, candidates, share(p.tokens_start, p.tokens_end))
 
         text = "advantage {advantage:.2f} adds too little to the variance"
         self.note(~rows & ~torch.isnan(advantages), text, advantage=advantages)
         self.log("rows_kept", rows.double().mean())
         self.log("tokens_kept", torch.count_nonzero(kept).double() / torch.count_nonzero(tokens.keep))
-        spread = everything.std(torch.where(rows, advantages, torch.nan), ddof=0) / everything.std(advantages, ddof=0)
-        self.log("variance_gain", spread**2)
+        gain = everything.std(torch.where(rows, advantages, torch.nan), ddof=0) / everything.std(advantages, ddof=0)
+        self.log("variance_gain", gain**2)
         return Shape(keep_rows=rows, keep_tokens=kept)
 
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rl_plugins.core.errors import MethodError
-from rl_plugins.core.groups import Groups
+from rl_plugins.core.groups import Groups, count_true, spread
 from rl_plugins.core.method import Method
 from rl_plugins.core.rollouts import Rollouts, Shape, Tokens
 from rl_plugins.runtime import validate
@@ -100,9 +101,7 @@ def decide(
     selection = select_rows(stack, rollouts)
     unchanged = bool(selection.rollouts.kept.all()) and not selection.rewarded_by
     theirs = host_advantages if unchanged else None
-    if theirs is not None and tokens is not None:
-        theirs = theirs[tokens.row]
-    return decide_advantages(stack, selection, tokens, theirs, estimator, budget)
+    return decide_advantages(stack, selection, tokens, theirs, estimator, budget, host_by_rows=True)
 
 
 def select_rows(stack: MethodStack, rollouts: Rollouts) -> Selection:
@@ -193,14 +192,15 @@ def decide_advantages(
     host_advantages: Tensor | Literal["unread"] | None,
     estimator: Estimator,
     budget: int,
+    host_by_rows: bool = False,
 ) -> Decision:
     """Advantages, shaping and observation of what `select` left.
 
     Args:
         tokens: of all rows, or of those that `select` left, row by row; `row` points into all rows. None, if the stack
             does not read them: the decision is then made and told per row, and equal to the one made with them.
-        host_advantages: the host's own, (tokens,), or (rows,) without tokens; "unread": they stand where they are,
-            and are those of `estimator`; None: they mean nothing for these rows.
+        host_advantages: the host's own, (tokens,), or (rows,) without tokens or with `host_by_rows`; "unread": they
+            stand where they are, and are those of `estimator`; None: they mean nothing for these rows.
         estimator, budget: as in `decide`.
 
     Raises:
@@ -214,13 +214,14 @@ def decide_advantages(
     places = None if tokens is None else _Places.of(tokens, rollouts)
     within = None if places is None else places.within()
     if isinstance(host_advantages, Tensor):
-        host_advantages = host_advantages[keep] if places is None else places.inside(host_advantages)
+        by_rows = host_by_rows or places is None
+        host_advantages = host_advantages[keep] if by_rows else places.inside(host_advantages)
     claims = dict[str, list[Method]]() if selection.skipped else stack.claims
-    source, values = _advantages(stack, claims, inside, within, host_advantages, estimator)
-    if within is not None:
-        within = within.replace(advantages=values)
+    source, rows, values = _advantages(stack, claims, inside, within, host_advantages, estimator, host_by_rows)
     keep_rows = torch.ones(len(inside), dtype=torch.bool)
-    shaping = _Shaping(inside, within, values, keep_rows, of_tokens=stack.vocabulary is not None)
+    shaping = _Shaping(inside, within, rows, keep_rows, of_tokens=stack.vocabulary is not None)
+    if within is not None:
+        shaping.tokens = within.replace(advantages=shaping.spread(rows) if values is None else values)
     for m in claims.get("shape", ()):
         shaped = stack.call("shape", m, inside, _seen_by(m, shaping.tokens))
         if shaped is not None:
@@ -298,8 +299,10 @@ def _advantages(
     within: Tokens | None,
     host: Tensor | Literal["unread"] | None,
     estimator: Estimator,
-) -> tuple[str, Tensor]:
-    """Who made the advantages, and (tokens,), or (rows,) without tokens; 0 where a row has no reward."""
+    host_by_rows: bool,
+) -> tuple[str, Tensor | None, Tensor | None]:
+    """Who made the advantages, and (rows,), or (tokens,) where those of a row may differ; 0 where a row has no
+    reward."""
     scored = ~torch.isnan(inside.reward)
     if claims.get("advantages"):
         m = claims["advantages"][0]
@@ -308,12 +311,13 @@ def _advantages(
         with validate.invalid_returns(m, "advantages"):
             values = validate.advantages(m, made, inside)
         if within is not None and within.turn is not None and m.advantages_per == "turn":
-            return m.name, values[within.turn]
-        return m.name, values if within is None else values[within.row]
+            return m.name, None, values[within.turn]
+        return m.name, values, None
     if isinstance(host, Tensor):
-        return "host", _zero_unless(scored, host.double(), None if within is None else within.row)
-    values = _zero_unless(scored, estimator(inside))
-    return "rl_plugins" if host is None else "host", values if within is None else values[within.row]
+        if within is None or host_by_rows:
+            return "host", _zero_unless(scored, host.double()), None
+        return "host", None, _zero_unless(scored, host.double(), within.row)
+    return "rl_plugins" if host is None else "host", _zero_unless(scored, estimator(inside)), None
 
 
 def _zero_unless(scored: Tensor, values: Tensor, row: Tensor | None = None) -> Tensor:
@@ -361,7 +365,7 @@ class _Shaping:
     Attributes:
         rollouts: those rows.
         tokens: with the advantages, `keep` and old log-probs to use; None where nobody reads them.
-        row_advantages: (rows,) to use where nobody reads tokens.
+        row_advantages: (rows,) of all tokens of each row; None where they may differ.
         keep_rows: (rows,) bool.
         row_columns, token_columns: for the loss.
         new_old_logprobs: some hook gave old log-probs.
@@ -370,7 +374,7 @@ class _Shaping:
 
     rollouts: Rollouts
     tokens: Tokens | None
-    row_advantages: Tensor
+    row_advantages: Tensor | None
     keep_rows: Tensor
     row_columns: dict[str, Tensor] = field(default_factory=dict)
     token_columns: dict[str, Tensor] = field(default_factory=dict)
@@ -400,7 +404,7 @@ class _Shaping:
             factor = validate.bounded(m, "shape", "`row_factor`", factor, rows, "row")
         if self.tokens is not None:
             self._apply_to_tokens(m, shaped, self.tokens, keep_rows, factor)
-        elif factor is not None:
+        elif factor is not None and self.row_advantages is not None:
             made = self.row_advantages * factor
             self.row_advantages = validate.bounded(m, "shape", "`row_factor` times advantage", made, rows, "row")
 
@@ -411,15 +415,17 @@ class _Shaping:
         changes: dict[str, Tensor] = {}
         if shaped.advantages is not None:
             changes["advantages"] = validate.bounded(m, "shape", "`advantages`", shaped.advantages, n, "token")
+            self.row_advantages = None
         if factor is not None:
-            made = changes.get("advantages", tokens.advantages) * factor[tokens.row]
+            made = changes.get("advantages", tokens.advantages) * self.spread(factor)
+            self.row_advantages = None if self.row_advantages is None else self.row_advantages * factor
             changes["advantages"] = validate.bounded(m, "shape", "`row_factor` times advantage", made, n, "token")
         if shaped.old_logprobs is not None:
             given = validate.bounded(m, "shape", "`old_logprobs`", shaped.old_logprobs, n, "token")
             changes["old_logprobs"] = given.float()
             self.new_old_logprobs = True
         if keep_rows is not None:
-            keep = keep & keep_rows[tokens.row]
+            keep = keep & self.spread(keep_rows)
         if shaped.keep_tokens is not None:
             keep = keep & validate.mask(m, "shape", "`keep_tokens`", shaped.keep_tokens, n, "token")
         old = changes.get("old_logprobs")
@@ -441,12 +447,16 @@ class _Shaping:
         assert self.tokens is not None
         return Groups(self.tokens.row, count=len(self.rollouts))
 
+    def spread(self, values: Tensor) -> Tensor:
+        """(rows,) -> (tokens,)"""
+        return spread(values, self.of_row.size)
+
     @cached_property
     def left(self) -> Tensor:
         """(rows,) tokens of each row that stay, when all hooks have run."""
         if self.tokens is None:
             return self.rollouts.length
-        return self.of_row.size if bool(self.tokens.keep.all()) else self.of_row.sum(self.tokens.keep.double())
+        return count_true(self.tokens.keep, self.of_row.size)
 
     @cached_property
     def stays(self) -> Tensor:
@@ -526,20 +536,24 @@ def _decision_by_tokens(
         source: who made the advantages.
     """
     kept, tokens_back = selection.rollouts.kept, places.back
-    live, of_row, values = within.keep, shaping.of_row, within.advantages  # the last two: of the tokens that stay
+    live, row_advantages = within.keep, shaping.row_advantages
     whole = bool(live.all())
-    if not whole:
-        values, of_row = values[live], Groups(within.row[live], count=len(shaping.rollouts))
-    lowest = of_row.min(values)
-    uniform = not bool((of_row.max(values) > lowest).any())
+    uniform = row_advantages is not None
+    if row_advantages is None:
+        values, of_row = within.advantages, shaping.of_row  # of the tokens that stay
+        if not whole:
+            values, of_row = values[live], Groups(within.row[live], count=len(shaping.rollouts))
+        lowest = of_row.min(values)
+        uniform = not bool((of_row.max(values) > lowest).any())
+        row_advantages = lowest if uniform else of_row.mean(values)
     old = within.old_logprobs if shaping.new_old_logprobs else None
     return Decision(
         rollouts=selection.rollouts,
         stays=_back(shaping.stays, kept),
         trained=_back(shaping.left > 0, kept),
         keep_tokens=tokens_back(live),
-        advantages=tokens_back(within.advantages if whole else torch.where(live, within.advantages, 0.0)),
-        row_advantages=_back(torch.nan_to_num(lowest if uniform else of_row.mean(values), nan=0.0), kept),
+        advantages=tokens_back(within.advantages if whole else _zero_elsewhere(within.advantages, live)),
+        row_advantages=_back(torch.where(shaping.left > 0, row_advantages, 0.0), kept),
         uniform=uniform,
         old_logprobs=None if old is None else tokens_back(old),
         row_columns={k: _back(v, kept) for k, v in shaping.row_columns.items()},
@@ -547,6 +561,13 @@ def _decision_by_tokens(
         rewarded_by=selection.rewarded_by,
         estimator=source,
     )
+
+
+def _zero_elsewhere(values: Tensor, where: Tensor) -> Tensor:
+    """As `torch.where(where, values, 0.0)`, without touching memory where whole rows are 0."""
+    found = np.zeros(len(values))
+    np.copyto(found, values.numpy(), where=where.numpy())
+    return torch.from_numpy(found)
 
 
 def _back(values: Tensor, stayed: Tensor) -> Tensor:
