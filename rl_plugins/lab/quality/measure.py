@@ -1,0 +1,126 @@
+"""Runs variants in worlds, a record each, and goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_plugins.core.errors import RLPluginsError
+from rl_plugins.lab.quality.drive import Driver
+from rl_plugins.lab.quality.variants import BASELINE, variants_of
+from rl_plugins.lab.quality.worlds import world_of
+from rl_plugins.tools.gradient_quality import Figure, quality
+
+SIZES: Mapping[int, int] = {64: 300, 1024: 60}  # rollouts of a batch -> batches
+VERSION = 1  # of the worlds and of what is recorded: records of another one are measured again
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One record to make.
+
+    Args:
+        world, variant: by name. rollouts: of a batch. batches: of them.
+    """
+
+    world: str
+    seed: int
+    variant: str
+    rollouts: int
+    batches: int
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (VERSION, *asdict(self).values())
+
+
+@lru_cache(maxsize=2)
+def _world(name: str, seed: int) -> Any:
+    return world_of(name, seed)
+
+
+def jobs(worlds: Sequence[str], methods: Sequence[str], seeds: Iterable[int], sizes: Mapping[int, int]) -> list[Job]:
+    """What is measured: all variants of these methods, and the baseline beside them; all without `methods`."""
+    found = []
+    for name in worlds:
+        for seed in seeds:
+            for rollouts, batches in sizes.items():
+                for v in variants_of(name, _world(name, 0), rollouts):
+                    if not methods or v.label == BASELINE or set(methods) & set(v.methods):
+                        found.append(Job(name, seed, v.label, rollouts, batches))
+    return found
+
+
+def measure(job: Job) -> Record:
+    """The record of a job: figures with their errors over batches, or why the variant was refused."""
+    logging.getLogger("rl_plugins").setLevel(logging.ERROR)
+    import torch
+
+    torch.set_num_threads(1)
+    world, start = _world(job.world, job.seed), time.process_time()
+    (variant,) = (v for v in variants_of(job.world, world, job.rollouts) if v.label == job.variant)
+    record: Record = {"version": VERSION, **asdict(job), "methods": list(variant.methods)}
+    try:
+        driver = Driver(world, variant, job.rollouts, job.seed)
+        driver.warm()
+        made = [driver.batch() for _ in range(job.batches)]
+    except RLPluginsError as e:
+        return {**record, "refused": str(e).splitlines()[0]}
+    generated = np.array([m.generated for m in made], dtype=np.float64)
+    found = quality(np.stack([m.gradient for m in made]), generated, world.targets, job.rollouts)
+
+    def pair(figure: Figure) -> list[float]:
+        return [float(f"{figure.value:.6g}"), float(f"{figure.error:.3g}")]
+
+    return {
+        **record,
+        "generated": round(float(generated.mean()), 2),
+        "tokens": round(float(np.mean([m.tokens for m in made])), 1),
+        "signal": round(float(np.mean([m.signal for m in made])), 2),
+        "noise": pair(found.noise),
+        "progress": {t: pair(f) for t, f in found.progress.items()},
+        "direction": {t: pair(f) for t, f in found.direction.items()},
+        "seconds": round(time.process_time() - start, 2),
+    }
+
+
+def read(file: Path) -> dict[tuple[Any, ...], Record]:
+    """Records of this version, by the key of their job; none where there is no file."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("}")]  # the last one may be cut off
+    names = Job.__dataclass_fields__
+    return {(r["version"], *(r[n] for n in names)): r for r in found if r["version"] == VERSION}
+
+
+def run(wanted: Sequence[Job], file: Path, at_a_time: int) -> Iterator[Record]:
+    """Measures what the file lacks, appends each record at once, and yields it."""
+    done = read(file)
+    todo = [job for job in wanted if job.key not in done]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as out:
+        if out.tell() and not file.read_text(encoding="utf-8").endswith("\n"):
+            out.write("\n")
+        for record in _records(todo, at_a_time):
+            out.write(json.dumps(record) + "\n")
+            out.flush()
+            yield record
+
+
+def _records(todo: Sequence[Job], at_a_time: int) -> Iterator[Record]:
+    if at_a_time == 1:
+        yield from map(measure, todo)
+        return
+    # Neighbours share a world, so that a process makes few of them.
+    with ProcessPoolExecutor(at_a_time, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(measure, todo, chunksize=8)

@@ -1,0 +1,166 @@
+"""Which methods act in which worlds, with the parameters of the comparison, and why the others act in none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_plugins.lab.quality.drive import Variant
+from rl_plugins.tools.gradient_quality import World
+
+TABLES = "rl_plugins.lab.quality.worlds.tables:"
+BASELINE = "grpo"
+EPOCHS = 2.0  # before the measurement, where prompts are remembered
+
+HOST = [
+    Variant(BASELINE),
+    *(Variant(f"grpo, {g} rollouts", group=g) for g in (2, 4, 16, 32)),
+    Variant("dr_grpo", scale="none", loss="dr_grpo"),
+    Variant("reinforce, 1 rollout", group=1, scale="reinforce"),
+]
+
+
+def _one(name: str, label: str = "", group: int = 8, **options: Any) -> Variant:
+    """A method with these parameters; `scale`, `loss`, `warm` and `old` are the host's and ours."""
+    own = {k: options.pop(k) for k in ("scale", "loss", "warm", "old") if k in options}
+    return Variant(name + (f", {label}" if label else ""), {name: options}, group, **own)
+
+
+def _tables(low: float, high: float) -> list[Variant]:
+    """Decisions by rows: prompts, rollouts per prompt, baselines.
+
+    Args:
+        low, high: of the rewards.
+    """
+    never: dict[str, Any] = dict(reward_low=low, reward_high=high, cost=math.inf, group=4, scale="none")
+    return [
+        *HOST,
+        _one("mc_grpo", "3 rollouts", 3),
+        _one("mc_grpo", "3 rollouts, clip 3", 3, advantage_clip=3.0),
+        _one("mc_grpo", "7 rollouts", 7),
+        _one("v0_5", "exact prior", prior="column", prior_column="prior", **never),
+        _one("v0_5", "own history", prior="running_mean", warm=EPOCHS, **never),
+        _one("mssr_baseline", "first visits", rho=0.9),
+        _one("mssr_baseline", rho=0.9, warm=EPOCHS),
+        _one("mssr_prompts", rho=0.9, warm=EPOCHS),
+        _one("vade", warm=EPOCHS),
+        _one("gdro_prompt", warm=EPOCHS),
+        _one("gdro_rollout", warm=EPOCHS),
+        _one("xrpo_allocate"),
+        _one("dars", "equal total", n_first=4, schedule="et"),
+        _one("dars", "hardness-weighted", n_first=4, schedule="hw"),
+        _one("difficulty_slices", "hardest slice", warm=EPOCHS),
+        _one("linear_ts", column="domain", draws=4, warm=EPOCHS),
+        _one("dots", embeddings=f"{TABLES}embeddings"),
+        _one("v0", "exact prior", prior="column", prior_column="prior"),
+        _one("v0", "own history", prior="running_mean", warm=EPOCHS),
+        _one("dart_rollouts", warm=EPOCHS),
+        _one("brorl"),
+        _one("brorl", "32 rollouts", ramp=[[0, 32]]),
+        Variant("sol_rl", {"sol_rl_select": {}, "sol_rl_advantages": {}}),
+    ]
+
+
+def _binary(prompts: int, rollouts: int) -> list[Variant]:
+    """Those that count successes or votes.
+
+    Args:
+        prompts: of the world. rollouts: of a batch.
+    """
+    begin = math.ceil(EPOCHS * prompts / (rollouts // 8))
+    return [
+        _one("mssr_baseline", "without normalization", rho=0.9, normalize=False, warm=EPOCHS),
+        _one("echo_labels", extract=f"{TABLES}answer_of"),
+        _one("drive", "second phase", sizes=[1.0, 0.25], batches=[begin], warm=EPOCHS),
+    ]
+
+
+REWARDS = [
+    *HOST,
+    _one("gdpo"),
+    _one("fission_grpo_reward", "first batches", correctness="right", format="format", length="brevity"),
+]
+SEQUENCES = [
+    *HOST,
+    _one("aepo_advantages"),
+    _one("echo_shaping"),
+    _one("mssr_shaping"),
+    _one("xrpo_novelty"),
+    _one("d3s", "first batches"),
+    _one("drpo"),
+    _one("dora_data"),
+    _one("dars_breadth"),
+    Variant("dapo: unequal groups only", {"brorl": {"norm_over": "none"}}),
+]
+UPDATES = [
+    Variant(BASELINE),
+    Variant("no ratio", old="trained"),
+    Variant("cispo", loss="cispo"),
+    _one("aepo_clip"),
+    _one("echo_clip"),
+    _one("m_grpo_ratio", loss="grpo"),
+    _one("drpo"),
+]
+DELAY = [
+    Variant(BASELINE),
+    Variant("no ratio", old="trained"),
+    Variant("cispo", loss="cispo"),
+    Variant("tis", old="trained", tis=True),
+    _one("minpro"),
+    _one("decoupled_ppo"),
+    _one("decoupled_ppo", "clamped", action="clamp"),
+    _one("dart_tis"),
+    _one("dora_loss"),
+    _one("vcpo"),
+    _one("vcpo", "learning rate unchanged", lr_scale="none"),
+]
+AGENTS = [
+    *HOST,
+    _one("gigpo"),
+    _one("hgpo"),
+    _one("dart_advantages"),
+    _one("dart_entropy"),
+    _one("dart_rollouts", warm=EPOCHS),
+]
+
+_PROGRAM = "makes its rollouts with a program; no world serves programs yet"
+_GIVEN = "plans completions of older batches; the policy of a world does not move"
+_TEXT = "reads or edits texts, which no world has"
+_MASKED = "acts in masked diffusion; no world has it yet"
+_JUDGE = "asks a judge; no world has one yet"
+_ROWS = "a rollout is several rows; in all worlds it is one"
+_MANY = "acts over many steps on a moving policy, which one step does not show"
+_QUEUE = "decides which groups wait; what becomes of stale ones is in delay=n"
+ABSENT: Mapping[str, str] = {
+    **dict.fromkeys(("adhint_rollouts", "aepo_rollout", "arrol", "branch_rollout", "branch_text_rollout"), _PROGRAM),
+    **dict.fromkeys(("cleaner", "echo_tree", "latr", "rtv_pdr", "scope", "sol_rl_explore", "turn_control"), _PROGRAM),
+    **dict.fromkeys(("m_grpo_rollout", "ui_s1_rollout"), _PROGRAM),
+    **dict.fromkeys(("adhint_advantages", "adhint_gradients"), "needs rollouts of `adhint_rollouts`, a program"),
+    **dict.fromkeys(("branch_advantages", "branch_pruning"), "needs trees of `branch_text_rollout`, a program"),
+    **dict.fromkeys(("dart_pool", "dora_reuse", "rollout_replay"), _GIVEN),
+    **dict.fromkeys(("best_perm", "fission_grpo", "ps_grpo", "swarm_sapo", "xrpo_seeds"), _TEXT),
+    "grpo_roc": "chooses among right rollouts by the quality of their text, which no world has",
+    "training_free_grpo": "makes no gradient",
+    **dict.fromkeys(("ass", "cj_grpo", "eoser"), _MASKED),
+    **dict.fromkeys(("brpo", "fapo", "reward_audit"), _JUDGE),
+    **dict.fromkeys(("m_grpo", "ui_s1"), _ROWS),
+    **dict.fromkeys(("epo", "ppo_million"), _MANY),
+    **dict.fromkeys(("april", "areal_admission"), _QUEUE),
+    **dict.fromkeys(("dart_length", "dora_length"), "sets limits of tokens or turns, which no world obeys"),
+    "rollart_redundancy": "saves time, and changes no gradient",
+}
+
+
+def variants_of(name: str, world: World, rollouts: int) -> Sequence[Variant]:
+    """The variants that act in a world, for batches of so many rollouts."""
+    if name.startswith("delay"):
+        return DELAY
+    if name.startswith("updates"):
+        return UPDATES
+    named: dict[str, list[Variant]] = {"sequences": SEQUENCES, "agents": AGENTS, "rewards": REWARDS}
+    if name in named:
+        return named[name]
+    rewards = world.rewards @ world.reward_weights  # type: ignore[attr-defined]  # the others are tables
+    found = _tables(float(rewards.min()), float(rewards.max()))
+    return [*found, *_binary(len(world.pass_rate), rollouts)] if name in ("binary", "skills") else found

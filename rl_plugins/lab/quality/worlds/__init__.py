@@ -1,0 +1,49 @@
+"""The worlds by name, made anew from a seed; a path of an .npz file is a stored pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from rl_plugins.core.errors import ConfigError, did_you_mean
+from rl_plugins.lab.quality.worlds.processes import agents, delayed, sequences
+from rl_plugins.lab.quality.worlds.tables import KINDS, table
+from rl_plugins.tools.gradient_quality import World, read_pool
+
+WORLDS: Mapping[str, Callable[[int], World]] = {
+    **{kind: partial(table, kind) for kind in KINDS},
+    "sequences": sequences,
+    "updates=4": partial(sequences, updates=4),
+    "updates=16": partial(sequences, updates=16),
+    "agents": agents,
+    **{f"delay={lag}": partial(delayed, lag=lag) for lag in (0, 16, 64, 128)},
+}
+ABOUT: Mapping[str, str] = {
+    "binary": "one-token answers, right or wrong; skills are shared by all prompts",
+    "graded": "parts of an answer count, and a mark that says nothing is rewarded",
+    "outliers": "one answer of twelve has an extreme reward of either sign",
+    "skills": "as binary, but hard prompts need other skills than easy ones",
+    "rewards": "three reward functions: right, format, brevity, the last with ten times the range",
+    "sequences": "texts of up to 6 letters with an end",
+    "updates=4": "sequences, 4 optimizer steps after the batch was sampled",
+    "updates=16": "sequences, 16 optimizer steps after the batch was sampled",
+    "agents": "graphs of 5 places and 8 turns; states repeat",
+    "delay=0": "chains of up to 24 tokens, rollouts of the newest policy",
+    "delay=16": "the same chains; groups are 0 to 16 versions old",
+    "delay=64": "the same chains; groups are 0 to 64 versions old",
+    "delay=128": "the same chains; groups are 0 to 128 versions old",
+}
+
+
+def world_of(name: str, seed: int) -> World:
+    """A world by its name, or a pool by its path.
+
+    Raises:
+        ConfigError: no such world.
+    """
+    if name.endswith(".npz"):
+        return read_pool(Path(name))
+    if name not in WORLDS:
+        raise ConfigError(f"There is no world {name!r}; there are {', '.join(WORLDS)}.{did_you_mean(name, WORLDS)}")
+    return WORLDS[name](seed)

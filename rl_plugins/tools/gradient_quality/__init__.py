@@ -1,0 +1,30 @@
+"""How good the gradient is that a method makes of rollouts, where the exact one is known.
+
+`World` gives rollouts, the score function of each (the gradient of its log-prob), and the exact gradients of several
+targets. `quality` compares estimates of the gradient with one of them:
+
+    progress   <E g^, g>^2 / (|g|^2 E|g^|^2): the best expected gain of one step over all learning rates, relative to a
+               step along g, where curvature is equal in all directions; 0 to 1, negative where the step is harmful
+    direction  cosine of E g^ and g: 1 is unbiased up to scale
+    noise      E|g^ - E g^|^2 / |E g^|^2 of a batch with the given number of rollouts
+
+A method that is ahead at one batch size can be behind at another; `break_even` says where that changes. Nothing here
+knows methods: `rl_plugins.lab.quality` drives them.
+"""
+
+from rl_plugins.tools.gradient_quality.quality import Figure, Quality, break_even, progress_at, quality
+from rl_plugins.tools.gradient_quality.worlds import Answers, Table, World, read_pool, targets_of, write_pool
+
+__all__ = [
+    "Answers",
+    "Figure",
+    "Quality",
+    "Table",
+    "World",
+    "break_even",
+    "progress_at",
+    "quality",
+    "read_pool",
+    "targets_of",
+    "write_pool",
+]

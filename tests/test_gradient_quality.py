@@ -1,0 +1,216 @@
+"""Progress, direction, noise and break-even batches against closed forms, exact enumeration and plain loops."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_plugins.lab.quality.drive import Driver, Variant
+from rl_plugins.lab.quality.worlds.chain import Chain
+from rl_plugins.lab.quality.worlds.processes import agents, sequences
+from rl_plugins.lab.quality.worlds.tables import table
+from rl_plugins.tools.gradient_quality import Table, break_even, progress_at, quality, read_pool, write_pool
+
+
+def tiny(prompts=3, answers=3, dims=4, seed=0):
+    rng = np.random.default_rng(seed)
+    prob = rng.dirichlet(np.ones(answers), prompts)
+    score = rng.normal(size=(prompts, answers, dims))
+    score -= np.einsum("pk,pkd->pd", prob, score)[:, None]
+    right = np.arange(answers) == 0
+    right = np.broadcast_to(right, prob.shape)
+    return Table("tiny", prob, right[..., None].astype(float), right, score)
+
+
+def estimates(driver, batches):
+    made = [driver.batch() for _ in range(batches)]
+    return np.stack([m.gradient for m in made]), np.array([m.generated for m in made], float)
+
+
+# ---- the figures
+
+
+@given(st.floats(0.05, 3), st.floats(0, 3), st.floats(0, math.pi), st.integers(0, 99))
+def test_figures_of_gaussian_estimates_are_those_of_the_closed_form(size, spread, angle, seed):
+    dims, n = 6, 400
+    mean = np.zeros(dims)
+    mean[:2] = size * math.cos(angle), size * math.sin(angle)
+    made = mean + spread / math.sqrt(dims) * np.random.default_rng(seed).normal(size=(n, dims))
+    found = quality(made, np.full(n, 64.0), {"x": 5 * np.eye(dims)[0]}, 64)
+    progress, direction = found.progress["x"], found.direction["x"]
+    assert -1 <= progress.value <= 1 and -1 <= direction.value <= 1
+    want = math.cos(angle) * abs(math.cos(angle)) * size**2 / (size**2 + spread**2)
+    assert progress.value == pytest.approx(want, abs=5 * progress.error + 0.02)
+    if spread < size:
+        assert direction.value == pytest.approx(math.cos(angle), abs=5 * direction.error + 0.1)
+        assert found.noise.value == pytest.approx((spread / size) ** 2, abs=5 * found.noise.error + 0.01)
+
+
+def test_estimates_that_cost_twice_the_rollouts_are_brought_to_the_same_number():
+    made = np.random.default_rng(0).normal(size=(500, 3)) + np.array([1.0, 0, 0])
+    target = {"x": np.array([1.0, 0, 0])}
+    equal, twice = (quality(made, np.full(500, cost), target, 64) for cost in (64.0, 128.0))
+    assert twice.noise.value == pytest.approx(2 * equal.noise.value)
+    assert twice.direction["x"].value == pytest.approx(equal.direction["x"].value)
+    assert twice.progress["x"].value == pytest.approx(1 / (1 + 6), abs=0.03)
+
+
+def test_the_error_is_the_spread_over_repetitions():
+    rng, target = np.random.default_rng(0), {"x": np.array([1.0, 0, 0])}
+    found = [
+        quality(rng.normal(size=(100, 3)) + np.array([0.7, 0.7, 0]), np.ones(100), target, 1).progress["x"]
+        for _ in range(200)
+    ]
+    spread = np.std([f.value for f in found])
+    assert np.mean([f.error for f in found]) == pytest.approx(spread, rel=0.25)
+
+
+@given(st.floats(-1, 1), st.floats(0.01, 100), st.floats(-1, 1), st.floats(0.01, 100))
+def test_break_even_is_where_the_curves_cross(d, noise, e, other):
+    low, high = break_even(d, noise, e, other, 64)
+    for at in (1, 10, 100, 1_000, 10_000, 100_000):
+        ahead = progress_at(d, noise, 64, at) - progress_at(e, other, 64, at)
+        if abs(ahead) > 1e-9 and not any(abs(at - edge) < 1e-6 * at for edge in (low, high)):
+            assert (ahead > 0) == (low < at < high)
+
+
+# ---- real classes in a world whose expectations are enumerated
+
+
+def test_noise_and_direction_equal_those_over_all_batches_of_a_tiny_world():
+    """One prompt a batch, two rollouts: 3 x 9 batches with known probabilities, against a plain loop in float64."""
+    world = tiny()
+    driver = Driver(world, Variant("none", group=2, scale="none"), 2, 0)
+    chances, made, mean, square = [], [], np.zeros(4), 0.0
+    for p, *pair in itertools.product(range(3), repeat=3):
+        world.draw = lambda *_, p=p, pair=pair: world.answers(np.array([p, p]), np.array(pair))
+        made.append(driver.batch().gradient)
+        chances.append(world.prob[p, pair[0]] * world.prob[p, pair[1]] / 3)
+        reward = world.rewards[p, pair, 0]
+        want = sum((reward[i] - reward.mean()) * world.score[p, a] / 2 for i, a in enumerate(pair))
+        np.testing.assert_allclose(made[-1], want, atol=1e-15)
+        mean, square = mean + chances[-1] * want, square + chances[-1] * want @ want
+    # Without the deviation GRPO is (1 - 1/G) times the exact gradient.
+    np.testing.assert_allclose(mean, world.targets["reward"] / 2)
+    drawn = np.random.default_rng(0).choice(27, 20_000, p=chances)
+    found = quality(np.stack(made)[drawn], np.full(len(drawn), 2.0), world.targets, 2)
+    assert found.noise.value == pytest.approx((square - mean @ mean) / (mean @ mean), abs=4 * found.noise.error)
+    for name, target in world.targets.items():
+        cosine = mean @ target / np.linalg.norm(mean) / np.linalg.norm(target)
+        assert found.direction[name].value == pytest.approx(cosine, abs=4 * found.direction[name].error + 1e-3)
+        best = np.sign(cosine) * (mean @ target) ** 2 / (target @ target) / square
+        assert found.progress[name].value == pytest.approx(best, abs=4 * found.progress[name].error)
+
+
+def test_a_batch_is_the_sum_of_advantages_times_scores():
+    world = tiny(prompts=4)
+    driver = Driver(world, Variant("grpo", group=4), 8, 3)
+    seen = []
+    draw = world.draw
+    world.draw = lambda *args: seen.append(draw(*args)) or seen[-1]
+    made = driver.batch()
+    answers, total = seen[0], np.zeros(4)
+    for group in range(2):
+        rows = range(4 * group, 4 * group + 4)
+        reward = [answers.rewards[i, 0] for i in rows]
+        mean = sum(reward) / 4
+        std = math.sqrt(sum((r - mean) ** 2 for r in reward) / 3)
+        for i, r in zip(rows, reward, strict=True):
+            total += (r - mean) / (std + 1e-4) / 8 * world.scores[answers.piece[i, 0]]
+    np.testing.assert_allclose(made.gradient, total, rtol=1e-12)
+    assert made.generated == made.tokens == 8
+
+
+@pytest.mark.parametrize("make", [sequences, agents])
+def test_exact_gradients_of_a_process_are_differences_of_its_value(make):
+    world = make(0, prompts=8, dims=5)
+    step = 1e-4
+    for way in np.eye(5):
+        value = [Chain(**{**vars_of(world), "thetas": world.thetas + s * way}).pass_rate for s in (step, -step)]
+        slope = (value[0] - value[1]) / (2 * step)
+        assert world.targets["pass@1"] @ way == pytest.approx(slope.mean(), abs=1e-6)
+        miss = [(1 - v) ** 8 for v in value]
+        assert world.targets["pass@8"] @ way == pytest.approx((miss[1] - miss[0]).mean() / (2 * step), abs=1e-5)
+
+
+def vars_of(world):
+    return {name: getattr(world, name) for name in Chain.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("make", [sequences, agents])
+def test_rollouts_of_a_process_have_its_pass_rate_and_its_probabilities(make):
+    world = make(1, prompts=3, dims=5)
+    prompt = np.repeat(np.arange(3), 4000)
+    made = world.draw(prompt, prompt, np.random.default_rng(0))
+    rate = made.rewards[:, 0].reshape(3, -1).mean(1)
+    np.testing.assert_allclose(rate, world.pass_rate, atol=0.03)
+    np.testing.assert_array_equal(made.length, made.mask.sum(1))
+    np.testing.assert_array_equal(made.logprobs, made.sampled)
+    # The mean score is 0, and rewards times scores have the exact gradient as their mean.
+    row = (world.scores[made.piece] * made.mask[..., None]).sum(1)
+    assert np.abs(row.mean(0)).max() < 0.05
+    found = (made.rewards * row).mean(0)
+    assert np.abs(found - world.targets["reward"]).max() < 0.05
+
+
+def test_old_rollouts_weighted_by_exact_ratios_have_the_exact_gradient_as_their_mean():
+    world = sequences(0, updates=3, prompts=16, dims=6)
+    prompt = np.repeat(np.arange(16), 3000)
+    made = world.draw(prompt, prompt, np.random.default_rng(0))
+    ratio = np.exp(((made.logprobs - made.sampled) * made.mask).sum(1))
+    assert ratio.mean() == pytest.approx(1, abs=0.02)
+    row = (world.scores[made.piece] * made.mask[..., None]).sum(1)
+    found = (made.rewards * ratio[:, None] * row).mean(0)
+    assert np.abs(found - world.targets["reward"]).max() < 0.03
+    assert (made.age == 3).all()
+
+
+def test_rows_of_a_pool_are_weighted_by_tokens_and_refuse_methods_that_read_tokens(tmp_path):
+    rng = np.random.default_rng(0)
+    score, rewards = rng.normal(size=(4, 6, 5)), rng.integers(2, size=(4, 6, 1)).astype(float)
+    length = rng.integers(1, 9, size=(4, 6))
+    write_pool(tmp_path / "pool.npz", score, rewards, rewards[..., 0] > 0, length)
+    world = read_pool(tmp_path / "pool.npz")
+    np.testing.assert_allclose(world.score.sum(1), 0, atol=1e-5)
+    driver, seen = Driver(world, Variant("none", group=4, scale="none"), 8, 0), []
+    draw = world.draw
+    world.draw = lambda *args: seen.append(draw(*args)) or seen[-1]
+    made = driver.batch()
+    (answers,) = seen
+    reward = answers.rewards[:, 0].reshape(2, 4)
+    advantage = (reward - reward.mean(1, keepdims=True)).ravel()
+    want = (advantage / answers.length.sum()) @ world.scores[answers.piece[:, 0]]
+    np.testing.assert_allclose(made.gradient, want, rtol=1e-6)
+    assert made.tokens == answers.length.sum()
+    with pytest.raises(Exception, match="reads tokens"):
+        Driver(world, Variant("d3s", {"d3s": {}}, group=4), 8, 0)
+
+
+# ---- what papers say, where it is arithmetic
+
+
+def test_an_exact_baseline_has_less_noise_than_a_group_of_the_same_rollouts():
+    world = table("binary", 0, prompts=256)
+    exact = dict(prior="column", prior_column="prior", cost=math.inf)
+    found = {}
+    for name, variant in {
+        "grpo": Variant("grpo", group=4, scale="none"),
+        "v0_5": Variant("v0_5", {"v0_5": exact}, group=4, scale="none"),
+    }.items():
+        found[name] = quality(*estimates(Driver(world, variant, 64, 0), 40), world.targets, 64)
+    assert found["v0_5"].progress["pass@1"].value > 1.1 * found["grpo"].progress["pass@1"].value
+
+
+def test_the_clip_acts_on_old_rollouts_only():
+    fresh, old = (sequences(0, updates=n, prompts=64, dims=8) for n in (0, 6))
+    for world, equal in ((fresh, True), (old, False)):
+        clipped, free = (
+            estimates(Driver(world, variant, 64, 0), 2)[0]
+            for variant in (Variant("grpo"), Variant("no ratio", old="trained"))
+        )
+        assert np.allclose(clipped, free) == equal
