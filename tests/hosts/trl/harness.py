@@ -12,6 +12,7 @@ import os
 import random
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -133,8 +134,9 @@ def _allow_fsdp_on_cpu() -> None:
 
 
 @contextmanager
-def stub_sampling(longest: int = 13):
-    """Completions as a function of the prompt and of how many of that prompt came before in the batch."""
+def stub_sampling(longest: int = 13, pool: Sequence[int] = range(5, 20)):
+    """Completions as a function of the prompt and of how many of that prompt came before in the batch, of tokens of the
+    pool."""
     original = trl.GRPOTrainer._generate_single_turn
 
     @functools.wraps(original)
@@ -146,7 +148,7 @@ def stub_sampling(longest: int = 13):
                 key = tuple(p)
                 rng = random.Random(zlib.crc32(repr((key, seen[key], self.state.global_step)).encode()))
                 seen[key] += 1
-                tokens = [rng.randrange(5, 20) for _ in range(rng.randrange(1, longest))]
+                tokens = [rng.choice(pool) for _ in range(rng.randrange(1, longest))]
                 if rank == self.accelerator.process_index:
                     out.append(tokens + ([self._tokenizer.eos_token_id] if rng.random() < 0.8 else []))
         return out, None
@@ -162,7 +164,7 @@ def stub_sampling(longest: int = 13):
                 key = (context, self.trainer.state.global_step)
                 rng = random.Random(zlib.crc32(repr((key, seen_by_programs[key])).encode()))
                 seen_by_programs[key] += 1
-                tokens = [rng.randrange(5, 20) for _ in range(rng.randrange(1, longest))][:most]
+                tokens = [rng.choice(pool) for _ in range(rng.randrange(1, longest))][:most]
                 if rank == accelerator.process_index:
                     out.append(Generated(tuple(tokens), (-1.0,) * len(tokens), "stop"))
         return out
