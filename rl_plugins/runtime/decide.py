@@ -214,14 +214,13 @@ def decide_advantages(
     places = None if tokens is None else _Places.of(tokens, rollouts)
     within = None if places is None else places.within()
     if isinstance(host_advantages, Tensor):
-        by_rows = host_by_rows or places is None
-        host_advantages = host_advantages[keep] if by_rows else places.inside(host_advantages)
+        host_advantages = host_advantages[keep] if places is None or host_by_rows else places.inside(host_advantages)
     claims = dict[str, list[Method]]() if selection.skipped else stack.claims
-    source, rows, values = _advantages(stack, claims, inside, within, host_advantages, estimator, host_by_rows)
+    source, values, by_rows = _advantages(stack, claims, inside, within, host_advantages, estimator, host_by_rows)
     keep_rows = torch.ones(len(inside), dtype=torch.bool)
-    shaping = _Shaping(inside, within, rows, keep_rows, of_tokens=stack.vocabulary is not None)
+    shaping = _Shaping(inside, within, values if by_rows else None, keep_rows, of_tokens=stack.vocabulary is not None)
     if within is not None:
-        shaping.tokens = within.replace(advantages=shaping.spread(rows) if values is None else values)
+        shaping.tokens = within.replace(advantages=shaping.spread(values) if by_rows else values)
     for m in claims.get("shape", ()):
         shaped = stack.call("shape", m, inside, _seen_by(m, shaping.tokens))
         if shaped is not None:
@@ -300,9 +299,9 @@ def _advantages(
     host: Tensor | Literal["unread"] | None,
     estimator: Estimator,
     host_by_rows: bool,
-) -> tuple[str, Tensor | None, Tensor | None]:
-    """Who made the advantages, and (rows,), or (tokens,) where those of a row may differ; 0 where a row has no
-    reward."""
+) -> tuple[str, Tensor, bool]:
+    """Who made the advantages; (rows,), or (tokens,) where those of a row may differ, 0 where a row has no reward; and
+    whether they are by rows."""
     scored = ~torch.isnan(inside.reward)
     if claims.get("advantages"):
         m = claims["advantages"][0]
@@ -311,13 +310,13 @@ def _advantages(
         with validate.invalid_returns(m, "advantages"):
             values = validate.advantages(m, made, inside)
         if within is not None and within.turn is not None and m.advantages_per == "turn":
-            return m.name, None, values[within.turn]
-        return m.name, values, None
+            return m.name, values[within.turn], False
+        return m.name, values, True
     if isinstance(host, Tensor):
         if within is None or host_by_rows:
-            return "host", _zero_unless(scored, host.double()), None
-        return "host", None, _zero_unless(scored, host.double(), within.row)
-    return "rl_plugins" if host is None else "host", _zero_unless(scored, estimator(inside)), None
+            return "host", _zero_unless(scored, host.double()), True
+        return "host", _zero_unless(scored, host.double(), within.row), False
+    return "rl_plugins" if host is None else "host", _zero_unless(scored, estimator(inside)), True
 
 
 def _zero_unless(scored: Tensor, values: Tensor, row: Tensor | None = None) -> Tensor:
@@ -509,6 +508,7 @@ def _decision_by_rows(selection: Selection, shaping: _Shaping, source: str) -> D
     """
     kept = selection.rollouts.kept
     trained = shaping.keep_rows & (shaping.left > 0)
+    assert shaping.row_advantages is not None  # there are no others
     return Decision(
         rollouts=selection.rollouts,
         stays=_back(shaping.stays, kept),
