@@ -29,25 +29,42 @@ def demo(
     vs: Baseline = "grpo",
     seeds: Annotated[
         str | None,
-        typer.Option(help="Number of seeds (3), or the seeds (4,7,11).", show_default="3; with --host verl: 2"),
+        typer.Option(
+            help="Number of seeds (3), or the seeds (4,7,11).", show_default="3; with --host verl: 2; with --real: 1"
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the results.", show_default="demo-results, or demo-results-verl"),
+        typer.Option(
+            help="Folder of the results.", show_default="demo-results, demo-results-verl or demo-results-real"
+        ),
     ] = None,
     jobs: Jobs = None,
     long: Annotated[bool, typer.Option("--long", help="Run more steps.")] = False,
     budget: Budget = CostUnit.steps,
+    real: Annotated[
+        bool, typer.Option("--real", help="Train a pre-trained language model of 135 M parameters with LoRA instead.")
+    ] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Train methods and plain GRPO side by side on a small policy built here.
 
     Without METHODS it trains on two rewards of different size: plain GRPO, GDPO, and a control. With --host verl it
-    trains vade.
+    trains vade. With --real it trains gdpo and plain GRPO, with one seed.
     """
     from rl_plugins.lab.compare.comparison import RunOptions
     from rl_plugins.lab.demo.demos import demo_trl, demo_verl, headline
 
+    if real:
+        if host == HostName.verl:
+            raise ConfigError("--real is given with --host verl. It trains in TRL: leave one of them out.")
+        from rl_plugins.lab.real.demo import demo_real
+
+        folder = out or Path("demo-results-real")
+        demo_real(
+            methods or ["gdpo"], RunOptions(folder, parse_seeds(seeds or "1"), vs, jobs or 2, budget, dry_run), long
+        )
+        return
     if host == HostName.verl:
         one_job(jobs)
         folder = out or Path("demo-results-verl")

@@ -18,21 +18,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.environments.libraries import library
 
 SYSTEM = "Reply with the answer only."
+ROLES = ("user", "assistant")
 SOLVED = 0.999  # scores are floats; a full one is 1
 SHORT, LONG = 12, 60  # characters, of `brief`
 
 
 @functools.cache
 def _dataset(task: str, seed: int, size: int, settings: str) -> Any:
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise ConfigError(
-            f"reasoning-gym cannot be imported ({error}). Install it: pip install reasoning-gym drawsvg, or the extra "
-            f"that has both: pip install 'rl-plugins[real]'"
-        ) from error
+    reasoning_gym = library("reasoning_gym", "real")
     try:
         return reasoning_gym.create_dataset(task, seed=seed, size=size, **json.loads(settings))
     except (ValueError, TypeError, AssertionError) as error:
@@ -45,7 +41,7 @@ def rows(
     *,
     system: str | None = SYSTEM,
     seed: int = 0,
-    skip: int = 0,
+    examples: Sequence[tuple[str, str]] = (),
 ) -> list[dict[str, Any]]:
     """Rows of a dataset, the tasks in turn.
 
@@ -53,9 +49,9 @@ def rows(
         tasks: names of tasks -> their settings, as `reasoning_gym.create_dataset` takes them.
         size: number of rows.
         system: system prompt; None: the chat begins with the question.
-        seed: of the questions.
-        skip: rows left out at the beginning. The same seed with `skip=n` goes on behind the first n rows; whether a
-            question comes twice depends on how many the task has.
+        seed: of the questions; one comes twice where a task has few.
+
+        examples: question and answer of earlier turns of the chat, which show the form of an answer.
 
     Returns:
         Rows with `prompt` (a chat), `task`, `entry` (JSON text, what the task's scorer reads), `answer`.
@@ -64,12 +60,13 @@ def rows(
         ConfigError: reasoning-gym is missing, or has no such task or setting.
     """
     names, made = list(tasks), []
-    each = -(-(skip + size) // len(names))
-    for i in range(skip, skip + size):
+    shown = [{"role": role, "content": text} for pair in examples for role, text in zip(ROLES, pair, strict=True)]
+    each = -(-size // len(names))
+    for i in range(size):
         name = names[i % len(names)]
         entry = _dataset(name, seed, each, json.dumps(dict(tasks[name])))[i // len(names)]
         chat = [{"role": "system", "content": system}] if system else []
-        chat.append({"role": "user", "content": entry["question"].strip()})
+        chat += [*shown, {"role": "user", "content": entry["question"].strip()}]
         made.append(
             {"prompt": chat, "task": name, "entry": json.dumps(entry, default=str), "answer": str(entry["answer"])}
         )

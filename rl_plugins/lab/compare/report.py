@@ -162,9 +162,10 @@ def summarize(
             end = [ends(course, name, cost_unit, b) for course, b in runs]
             if not end or any(map(math.isnan, end)):
                 continue
-            start = [course.series(name, cost_unit)[0][1] for course, _ in runs]
+            steps, start = zip(*(course.series(name, "steps")[0] for course, _ in runs), strict=True)
             interval = Interval.of(end)
-            entry["metrics"][name] = {"start": start, "end": end, "mean": interval.mean, "half": interval.half}
+            entry["metrics"][name] = {"start": [*start], "start_steps": [*steps], "end": end}
+            entry["metrics"][name] |= {"mean": interval.mean, "half": interval.half}
         costs = {key: [course.at(cost_unit, b)[key] for course, b in runs] for key in COSTS}
         entry["costs"] = {key: values for key, values in costs.items() if not any(map(math.isnan, values))}
         entry["steps_in_all"] = [course.total["steps"] for course, _ in runs]
@@ -245,6 +246,9 @@ def text(summary: dict[str, Any]) -> str:
     for m in shown:
         found = [variant["metrics"].get(m) for variant in variants.values()]
         cells = [str(Interval(v["mean"], v["half"], len(v["end"]))) if v else "-" for v in found]
+        if m.startswith(EVALUATIONS) and all(v and not any(v["start_steps"]) for v in found):
+            before = [str(Interval.of(v["start"])) for v in found if v]
+            lines.append(f"| {labels[m]}, before training | {' | '.join(before)} |")
         lines.append(f"| {labels[m]} | {' | '.join(cells)} |")
     lines += ["", "What it cost, mean over seeds (evaluations are not counted, except in the time of TRL):", "", *head]
     samples = any("model_passes" in variant["costs"] for variant in variants.values())

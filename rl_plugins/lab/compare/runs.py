@@ -1,7 +1,9 @@
 """Runs a comparison: some processes at a time, live progress, and nothing is run twice.
 
 A run is finished when its folder holds `finished.json` with its fingerprint; a comparison that was cut off goes on
-where it stopped. A run that fails stops the comparison, with the end of its output and the folder of all of it.
+where it stopped. A run of TRL that was killed goes on from its last checkpoint if it made one; others begin anew, as
+does a run that failed: what it failed of may be mended. A run that fails stops the comparison, with the end of its
+output and the folder of all of it.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from rl_plugins.core.files import json_lines, write_text
 from rl_plugins.lab.compare.plan import LOG_VARIABLE, Comparison, PlannedRun
 from rl_plugins.runtime import processes
 
+BEGUN, FINISHED = "begun.json", "finished.json"
+CHECKPOINTS = "trainer/checkpoint-*"  # of TRL, in a run's folder
 PATIENCE = 10.0  # seconds in which a run that is told to stop may end by itself
 
 
@@ -38,8 +42,13 @@ class _Running:
 
 
 def is_finished(run: PlannedRun) -> bool:
+    return _has(run, FINISHED)
+
+
+def _has(run: PlannedRun, file: str) -> bool:
+    """Whether a file in the run's folder is of this run."""
     try:
-        return bool(json.loads((run.folder / "finished.json").read_text())["fingerprint"] == run.fingerprint)
+        return bool(json.loads((run.folder / file).read_text())["fingerprint"] == run.fingerprint)
     except (OSError, ValueError, KeyError):
         return False
 
@@ -118,10 +127,12 @@ def _run_all(comparison: Comparison, jobs: int, watch: str, console: Console, en
 
 def _begin(run: PlannedRun, progress: Progress, environment: dict[str, str]) -> _Running:
     processes.end_all(run.folder)  # of a command that was killed
-    shutil.rmtree(run.folder, ignore_errors=True)
-    run.folder.mkdir(parents=True)
-    run.write_config()
-    output = (run.folder / "output.txt").open("wb")
+    if not (_has(run, BEGUN) and any(run.folder.glob(CHECKPOINTS))):  # else the worker goes on from the last one
+        shutil.rmtree(run.folder, ignore_errors=True)
+        run.folder.mkdir(parents=True)
+        run.write_config()
+        write_text(run.folder / BEGUN, json.dumps({"fingerprint": run.fingerprint}))
+    output = (run.folder / "output.txt").open("ab")
     command = [*(run.launcher or (sys.executable,)), "-m", run.worker, *run.arguments]
     write_text(run.folder / "command.json", json.dumps(command, indent=1))
     ours = {LOG_VARIABLE: str(run.log_file), **processes.environment(run.folder)}
@@ -145,8 +156,10 @@ def _end(r: _Running) -> None:
     r.output.close()
     processes.end_all(r.run.folder)
     if r.process.returncode == 0:
-        write_text(r.run.folder / "finished.json", json.dumps({"fingerprint": r.run.fingerprint}))
+        write_text(r.run.folder / FINISHED, json.dumps({"fingerprint": r.run.fingerprint}))
         return
+    if r.process.returncode > 0:
+        (r.run.folder / BEGUN).unlink(missing_ok=True)
     end = _last_lines(r.run.folder / "output.txt")
     raise RLPluginsError(
         f"The run of {r.run.variant.label} with seed {r.run.seed} failed (exit status {r.process.returncode}). The end "

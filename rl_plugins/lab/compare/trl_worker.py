@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from rl_plugins.core.files import json_lines, write_text
 from rl_plugins.lab.compare.plan import LOG_VARIABLE
+from rl_plugins.lab.compare.runs import CHECKPOINTS
 from rl_plugins.runtime.processes import end_with_command
 
 
@@ -22,6 +25,7 @@ def main(script: str = "rl_plugins.trl.commands.script") -> None:
     end_with_command()
     file = Path(os.environ[LOG_VARIABLE])
     start = time.monotonic()
+    earlier = go_on(file)
     from transformers import TrainerCallback
     from transformers import trainer as hf_trainer
 
@@ -34,7 +38,7 @@ def main(script: str = "rl_plugins.trl.commands.script") -> None:
                     line = {
                         "step": state.global_step,
                         "max_steps": state.max_steps,
-                        "seconds": time.monotonic() - self.start,
+                        "seconds": earlier + time.monotonic() - self.start,
                         **values,
                     }
                     f.write(json.dumps(line, default=float) + "\n")
@@ -48,6 +52,26 @@ def main(script: str = "rl_plugins.trl.commands.script") -> None:
 
     hf_trainer.DEFAULT_CALLBACKS.append(LogLines)
     importlib.import_module(script).main()
+
+
+def go_on(log: Path) -> float:
+    """Makes a run that was killed go on from its newest whole checkpoint, if it has one: completes the command line and
+    takes the lines of later steps out of the log.
+
+    Returns:
+        Seconds of training up to there.
+    """
+    from rl_plugins.trl.saved import unfinished
+
+    found = {int(folder.name.rpartition("-")[2]): folder for folder in log.parent.glob(CHECKPOINTS)}
+    step = next((n for n in sorted(found, reverse=True) if unfinished(found[n], 1) is None), None)
+    lines = [line for line in json_lines(log) if step is not None and line["step"] <= step]
+    if os.environ.get("RANK", "0") == "0":
+        write_text(log, "".join(json.dumps(line) + "\n" for line in lines))
+    if step is None:
+        return 0.0
+    sys.argv += ["--resume_from_checkpoint", str(found[step]), "--eval_on_start", "False"]
+    return max((float(line["seconds"]) for line in lines), default=0.0)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def headline(options: RunOptions, long: bool) -> None:
         environment=settings.environment(options.out),
         labels=headline.LABELS,
     )
-    _told_how_to_look(comparison, options, console)
+    told_how_to_look(comparison, options, console)
 
 
 def demo_trl(methods: Sequence[str], options: RunOptions, long: bool) -> None:
@@ -74,7 +74,7 @@ def demo_trl(methods: Sequence[str], options: RunOptions, long: bool) -> None:
         claim(options.out, "compare")
         _warm_start(console, lambda progress: load(progress=progress))
         settings.write_data(data)
-    params = _params(names)
+    params = params_of(names)
     about = masked.NOTES if diffusion else (settings.ABOUT,)
     notes = [
         *about[:-1],
@@ -95,7 +95,7 @@ def demo_trl(methods: Sequence[str], options: RunOptions, long: bool) -> None:
         environment=settings.environment(options.out),
         labels=settings.LABELS,
     )
-    _told_how_to_look(comparison, options, console)
+    told_how_to_look(comparison, options, console)
 
 
 def _agents(variants: Sequence[Variant], options: RunOptions, long: bool, console: Console) -> None:
@@ -112,7 +112,7 @@ def _agents(variants: Sequence[Variant], options: RunOptions, long: bool, consol
         claim(options.out, "compare")
         _warm_start(console, lambda progress: load_agent_policy(environment, progress=progress))
         agents.write_data(data, environment)
-    params = _params(names) | agents.params(names, environment)
+    params = params_of(names) | agents.params(names, environment)
     notes = [
         f"TRL's GRPOTrainer, a policy of 78,272 parameters, agents in `{environment}`, reward: its score. "
         f"{_size(values)} {variants[0].label} is the plain agent loop (`{agents.LOOP}`, unlimited).",
@@ -131,7 +131,7 @@ def _agents(variants: Sequence[Variant], options: RunOptions, long: bool, consol
         environment=settings.environment(options.out),
         labels=agents.LABELS,
     )
-    _told_how_to_look(comparison, options, console)
+    told_how_to_look(comparison, options, console)
 
 
 def _flows(variants: Sequence[Variant], options: RunOptions, long: bool, console: Console) -> None:
@@ -143,7 +143,7 @@ def _flows(variants: Sequence[Variant], options: RunOptions, long: bool, console
     if not options.dry_run:
         claim(options.out, "compare")
         _warm_start(console, lambda progress: load_shape_policy(progress=progress))
-    params = _params(_names(variants))
+    params = params_of(_names(variants))
     size = (
         f"Every run trains {values['batches']} batches of {values['prompts_per_batch']} prompts, "
         f"{values['group_size']} samples of {values['steps']} steps per prompt."
@@ -194,7 +194,7 @@ def demo_verl(methods: Sequence[str], options: RunOptions, long: bool) -> None:
     data = options.out / "data"
     given = verl_data.overrides(data, policy_path(), options.out, steps=steps, test_every=steps // 2)
     host = Verl.of([*given, *verl_data.suited(names)])
-    params = _params(names)
+    params = params_of(names)
     notes = [
         f"verl's trainer on the CPU (rollouts by transformers in place of vLLM), a policy of 78,272 parameters, tasks "
         f"of sorting digits, reward {_rewarded(verl_data.reward_weights(names))}. Every run trains {steps} steps of "
@@ -230,7 +230,7 @@ def demo_verl(methods: Sequence[str], options: RunOptions, long: bool) -> None:
         environment=verl_data.ENVIRONMENT,
         labels=settings.LABELS,
     )
-    _told_how_to_look(comparison, options, console)
+    told_how_to_look(comparison, options, console)
 
 
 def _names(variants: Sequence[Variant]) -> list[str]:
@@ -241,7 +241,7 @@ def _host(values: Mapping[str, Any], masked: bool = False) -> Trl:
     return Trl(yaml.safe_dump(dict(values), sort_keys=False), masked=masked, trace=not masked)
 
 
-def _told_how_to_look(comparison: Comparison, options: RunOptions, console: Console) -> None:
+def told_how_to_look(comparison: Comparison, options: RunOptions, console: Console) -> None:
     """The last line of a demo: where its traces are."""
     traced = [r.folder / "trainer" for r in comparison.runs if (r.folder / "trainer" / "trace").is_dir()]
     if traced and not options.dry_run:
@@ -250,7 +250,8 @@ def _told_how_to_look(comparison: Comparison, options: RunOptions, console: Cons
         )
 
 
-def _params(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def params_of(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Parameters that the demo gives to methods, bundles taken apart."""
     from rl_plugins.lab.demo.settings import demo_params
     from rl_plugins.runtime import registry
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,18 +83,26 @@ def config(policy: Path, data: Path, methods: Iterable[str], long: bool) -> dict
         "per_device_eval_batch_size": 320,
         "num_generations_eval": 1,
     }
+    return values | suited(methods)
+
+
+def suited(methods: Iterable[str]) -> dict[str, Any]:
+    """Options of the host that methods have nothing to do without."""
     needs = _needs(methods)
-    values |= {name: value for name, (value, signals, _) in SUITED.items() if needs & signals}
-    return values
+    return {name: value for name, (value, signals, _) in SUITED.items() if needs & signals}
 
 
-def reasons(methods: Iterable[str]) -> list[str]:
-    """What `config` sets for all variants because of single methods, a sentence each."""
+def reasons(methods: Iterable[str], rewards: Sequence[str] = REWARDS) -> list[str]:
+    """What a demo sets for all variants because of single methods, a sentence each.
+
+    Args:
+        rewards: names of its reward functions; the first only tells right from wrong.
+    """
     methods = list(methods)
     lines = []
     if binary := [name for name in methods if wants_binary(name)]:
         lines.append(
-            f"`reward_weights` of {', '.join(REWARDS)} is {', '.join(f'{w:g}' for w in BINARY)} in all variants, "
+            f"`reward_weights` of {', '.join(rewards)} is {', '.join(f'{w:g}' for w in BINARY)} in all variants, "
             f"because {needing(binary)} a reward that only tells right from wrong."
         )
     for name, (value, signals, why) in SUITED.items():

