@@ -47,15 +47,16 @@ def test_counts_are_those_of_a_loop(small: int, recent: int, others: float, monk
                 at = visited.tolist().index(i) if i in visited else None
                 kept = others if at is None else (float(keep[at]) if batch % 2 else 0.3)
                 plain[i][k] = kept * plain[i][k] + (0.0 if at is None else float(gained[k, at]))
-        scales.append(state.get("scale", 1.0))
+        scales += state.get("scales", [1.0])
         found = torch.stack(counts.of(state, slice(None)), 1)
         assert found.numpy() == pytest.approx(np.array(plain), rel=1e-9, abs=1e-300)
         assert torch.equal(torch.stack(counts.of(state, rows(3, 1)), 1), found[[3, 1]])
         assert torch.equal(torch.stack(counts.of(state, slice(1, None, 2)), 1), found[1::2])
-        assert len(state.get("recent", ())) <= (recent if small == 0 else 0)
+        beside = [len(state.get(f"rows_{name}", ())) for name in counts.names]
+        assert others < 1 or min(beside) <= (recent if small == 0 else 0)  # one name is settled a visit
         assert state["most"] * (1 + 1e-9) >= found.sum(1).max()
     if small == 0 and others < 1:
-        assert min(scales) < 1 and min(scales) >= 1e-6 * others
+        assert min(scales) < 1 and min(scales) >= 1e-6 * others**2
     else:
         assert set(scales) == {1.0}
 
@@ -92,6 +93,14 @@ def test_a_visit_writes_no_tensor_of_the_dataset_that_a_copy_to_save_shares(monk
     counts.visit(state, rows(7, 8), 0.5, (one.expand(2), one.expand(2)))
     assert [x.tolist() for x in counts.of(again, rows(7, 8))] == [[1.0, 0.0]] * 2
     assert [x.tolist() for x in counts.of(state, rows(7, 8))] == [[1.5, 1.0]] * 2
+    monkeypatch.setattr(prompt_memory, "_MOST_RECENT", 3)
+    written = []
+    for batch in range(12):
+        kept = snapshot(state)
+        counts.visit(state, rows(2 * batch, 2 * batch + 1), 0.5, (one.expand(2), one.expand(2)), 0.5)
+        written += [[name for name in counts.names if not torch._C._is_cow_tensor(state[name])]]
+    assert max(map(len, written)) == 1 and written.count(["alpha"]) > 1 < written.count(["beta"])
+    assert [x[:1].tolist() for x in counts.of(state, rows(23))] == [[1.0], [1.0]]
 
 
 @settings(max_examples=40, deadline=None)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.core.groups import Groups
+from rl_plugins.core.groups import Groups, parts
 from rl_plugins.core.params import MethodParams, param
 
 # Rows up to which whole arrays are gone through: half a megabyte of float64, less than a millisecond.
@@ -87,11 +87,11 @@ class Counts:
 
         c <- keep c + g            c <- others c
 
-    State: one tensor (dataset size,) float64 per name. Above `SMALL` rows, `others` is not applied row by row: the
-    tensors then hold counts / `scale`, and a visit makes `scale` smaller; before it becomes tiny the tensors are
-    brought to scale 1 again. Rows of the last visits then lie beside them: `recent`, their numbers, ascending, and a
-    tensor `recent_NAME` each. A write into a tensor that is shared with a copy to save copies all of it, so that is
-    done only where `recent` is full. `most`, once it was asked for: no prompt has a sum of counts above it.
+    State: one tensor (dataset size,) float64 per name. Above `SMALL` rows, `others` is not applied row by row: a tensor
+    then holds counts / its entry of `scales`, and a visit makes that smaller. Rows of the last visits then lie beside
+    each tensor: `rows_NAME`, their numbers, ascending, and `recent_NAME`. A write into a tensor that is shared with a
+    copy to save copies all of it, so that is done only where many rows lie beside it or its scale is tiny, for one name
+    a visit. `most`, once it was asked for: no prompt has a sum of counts above it.
 
     Args:
         names: of the counts.
@@ -105,11 +105,13 @@ class Counts:
 
     def of(self, state: Mapping[str, Any], prompts: Tensor | slice) -> tuple[Tensor, ...]:
         """The counts of these dataset rows, a copy of each, in the order of the names."""
-        scale, found = state.get("scale", 1.0), [state[name][prompts] for name in self.names]
-        if "recent" in state:
-            at, here = self._recent(state, prompts)
-            found = [x.index_copy(0, at, state[f"recent_{n}"][here]) for n, x in zip(self.names, found, strict=True)]
-        return tuple(x * scale for x in found)
+        return tuple(
+            _held(state, name, prompts) * scale for name, scale in zip(self.names, self._scales(state), strict=True)
+        )
+
+    def _scales(self, state: Mapping[str, Any]) -> Sequence[float]:
+        found: Sequence[float] = state.get("scales", [1.0] * len(self.names))
+        return found
 
     def visit(
         self,
@@ -127,60 +129,67 @@ class Counts:
             gained: (n,) per name, what is added.
             others: share of the counts of all other prompts that the batch leaves, > 0.
         """
-        old = self.of(state, prompts)
-        scale = state.get("scale", 1.0) * others
-        if scale != 1.0:
-            if len(state[self.names[0]]) <= SMALL or scale < _SMALLEST_SCALE:
-                self._settle(state)
-                for name in self.names:
-                    state[name].mul_(scale)
-                scale = 1.0
-            state["scale"] = scale
-        new = [keep * count + more for count, more in zip(old, gained, strict=True)]
-        if len(prompts):
-            self._write(state, prompts, [count / scale for count in new])
+        new = [keep * count + more for count, more in zip(self.of(state, prompts), gained, strict=True)]
+        if len(state[self.names[0]]) <= SMALL:
+            for name, count in zip(self.names, new, strict=True):
+                if others != 1.0:
+                    state[name].mul_(others)
+                state[name][prompts] = count
+        else:
+            if others != 1.0:
+                state["scales"] = [scale * others for scale in self._scales(state)]
+            for name, count, scale in zip(self.names, new, self._scales(state), strict=True):
+                _put(state, name, prompts, count / scale)
+            self._settle(state)
         if "most" in state:
             visited = float(torch.stack(new).sum(0).max()) if len(prompts) else 0.0
             state["most"] = max(state["most"] * others, visited)
 
-    def _write(self, state: dict[str, Any], prompts: Tensor, counts: Sequence[Tensor]) -> None:
-        if len(state[self.names[0]]) <= SMALL:
-            for name, count in zip(self.names, counts, strict=True):
-                state[name][prompts] = count
-            return
-        rows = torch.unique(torch.cat([state.get("recent", prompts[:0]), prompts]))
-        at = torch.searchsorted(rows, prompts.contiguous())
-        old = Counts.of(self, {**state, "scale": 1.0}, rows)
-        state["recent"] = rows
-        for name, count, before in zip(self.names, counts, old, strict=True):
-            state[f"recent_{name}"] = before.index_copy(0, at, count)
-        if len(rows) > _MOST_RECENT:
-            self._settle(state)
-
     def _settle(self, state: dict[str, Any]) -> None:
-        """Writes the rows that lie beside the tensors into them."""
-        if "recent" in state:
-            rows = state.pop("recent")
-            for name in self.names:
-                state[name][rows] = state.pop(f"recent_{name}")
-
-    def _recent(self, state: Mapping[str, Any], prompts: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Places in `prompts` whose counts lie beside the tensors, and where."""
-        rows: Tensor = state["recent"]
-        if isinstance(prompts, slice):
-            start, stop, step = prompts.indices(len(state[self.names[0]]))
-            here = ((rows >= start) & (rows < stop) & ((rows - start) % step == 0)).nonzero()[:, 0]
-            return (rows[here] - start) // step, here
-        place = torch.searchsorted(rows, prompts.contiguous()).clamp(max=len(rows) - 1)
-        at = (rows[place] == prompts).nonzero()[:, 0]
-        return at, place[at]
+        """Writes what lies beside the tensor of one name into it, and brings it to scale 1."""
+        scales = list(self._scales(state))
+        full = [len(state[f"rows_{name}"]) > _MOST_RECENT for name in self.names]
+        due = [i for i, scale in enumerate(scales) if full[i] or scale < _SMALLEST_SCALE]
+        if not due:
+            return
+        i = min(due, key=scales.__getitem__)
+        name = self.names[i]
+        state[name][state.pop(f"rows_{name}")] = state.pop(f"recent_{name}")
+        if scales[i] != 1.0:
+            state[name].mul_(scales[i])
+            state["scales"] = [*scales[:i], 1.0, *scales[i + 1 :]]
 
     def most(self, state: dict[str, Any]) -> float:
         """No prompt has a sum of counts above this. Looked up once, then kept up to date by the visits."""
         if "most" not in state:
-            total = torch.stack(self.of(state, slice(None))).sum(0)
-            state["most"] = float(total.max()) if len(total) else 0.0
+            of_parts = (torch.stack(self.of(state, part)).sum(0) for part in parts(len(state[self.names[0]])))
+            state["most"] = max((float(total.max()) for total in of_parts), default=0.0)
         return float(state["most"])
+
+
+def _held(state: Mapping[str, Any], name: str, prompts: Tensor | slice) -> Tensor:
+    """What `Counts` holds of these dataset rows under a name."""
+    found: Tensor = state[name][prompts]
+    rows = state.get(f"rows_{name}")
+    if rows is None or not len(rows):
+        return found
+    if isinstance(prompts, slice):
+        start, stop, step = prompts.indices(len(state[name]))
+        here = ((rows >= start) & (rows < stop) & ((rows - start) % step == 0)).nonzero()[:, 0]
+        at = (rows[here] - start) // step
+    else:
+        place = torch.searchsorted(rows, prompts.contiguous()).clamp(max=len(rows) - 1)
+        at = (rows[place] == prompts).nonzero()[:, 0]
+        here = place[at]
+    return found.index_copy(0, at, state[f"recent_{name}"][here])
+
+
+def _put(state: dict[str, Any], name: str, prompts: Tensor, held: Tensor) -> None:
+    """Lays them beside the tensor."""
+    rows = torch.unique(torch.cat([state.get(f"rows_{name}", prompts[:0]), prompts]))
+    at = torch.searchsorted(rows, prompts.contiguous())
+    state[f"recent_{name}"] = _held(state, name, rows).index_copy(0, at, held)
+    state[f"rows_{name}"] = rows
 
 
 @dataclass(frozen=True)
