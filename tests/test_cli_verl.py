@@ -80,13 +80,13 @@ def problems(text: str) -> str:
 
 def data(path: Path, rows: int) -> str:
     """A data set in verl's format."""
-    row = gsm8k_data().to_row({"question": "1+1?", "answer": "It is 2. #### 2"}, 0, "train")
+    row = example("gsm8k_data").to_row({"question": "1+1?", "answer": "It is 2. #### 2"}, 0, "train")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * rows), path)
     return str(path)
 
 
-def gsm8k_data():
-    spec = importlib.util.spec_from_file_location("gsm8k_data", EXAMPLES / "gsm8k_data.py")
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -640,7 +640,7 @@ def test_the_example_for_several_nodes(gsm8k, tmp_path):
     assert found["optimizer steps"] == "1 per batch, of 1024 rows each" and "Several nodes" in done.stdout
 
 
-@pytest.mark.parametrize("script", ["gsm8k.sh", "gsm8k_multinode.sh", "laptop.sh"])
+@pytest.mark.parametrize("script", ["gsm8k.sh", "gsm8k_multinode.sh", "laptop.sh", "reasoning_gym.sh"])
 def test_help_of_an_example(script, tmp_path):
     done = run_example(script, "--help", cwd=tmp_path, MODEL="")
     assert done.returncode == 0 and f"bash examples/verl/{script}" in done.stdout and "set -euo" not in done.stdout
@@ -674,7 +674,8 @@ def test_verl_itself_accepts_the_commands_of_the_examples(gsm8k, tmp_path):
     show = tmp_path / "show"  # stands for python
     show.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     show.chmod(0o755)
-    for script in ("gsm8k.sh", "gsm8k_multinode.sh"):
+    scripts = ("gsm8k.sh", "gsm8k_multinode.sh", "reasoning_gym.sh")
+    for script in scripts:
         done = run_example(script, cwd=tmp_path, DATA=str(gsm8k), PYTHON=str(show), HF_HOME="/a b")
         command = done.stdout.splitlines()
         assert command[:2] == ["-m", "verl.trainer.main_ppo"] and done.returncode == 0, done.stderr
@@ -691,30 +692,34 @@ def test_verl_itself_accepts_the_commands_of_the_examples(gsm8k, tmp_path):
         "    print(config.trainer.nnodes, config.ray_kwargs.ray_init.runtime_env.get('env_vars'))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "gsm8k.sh", "gsm8k_multinode.sh"],
+        [sys.executable, "-c", code, *scripts],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=NEVER,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("methods in effect, in this order") == 2
+    assert done.stdout.count("methods in effect, in this order") == 3
+    assert "1 {'RL_PLUGINS_METHODS': 'gdpo,trace'}" in done.stdout
     assert "1 {'RL_PLUGINS_METHODS': 'vade,mc_grpo'}" in done.stdout
     assert "2 {'HF_HOME': '/a b', 'RL_PLUGINS_METHODS': 'vade,mc_grpo'}" in done.stdout
 
 
 def test_the_reward_of_the_example():
-    score = gsm8k_data().compute_score
+    score = example("gsm8k_data").compute_score
     assert score("", "so it is\n#### 1,234", "1234") == {"score": 1.2, "accuracy": 1.0, "format": 1.0}
     assert score("", "#### 3 or rather\n#### 4", "4") == {"score": 1.0, "accuracy": 1.0, "format": 0.0}
     assert score("", "#### $5", "4") == {"score": 0.2, "accuracy": 0.0, "format": 1.0}
     assert score("", "4", "4") == {"score": 0.0, "accuracy": 0.0, "format": 0.0}
 
 
-def test_the_weights_of_the_example_are_those_of_its_score():
-    text = (EXAMPLES / "gsm8k.sh").read_text()
-    weights = dict(re.findall(r"\+rl_plugins\.rewards\.(\w+)=([\d.]+)", text))
-    assert {k: float(v) for k, v in weights.items()} == {"accuracy": 1.0, "format": gsm8k_data().FORMAT_WEIGHT}
+def test_the_weights_of_an_example_are_those_of_its_score():
+    for script, parts in (
+        ("gsm8k.sh", {"accuracy": 1.0, "format": example("gsm8k_data").FORMAT_WEIGHT}),
+        ("reasoning_gym.sh", {"solved": 1.0, "brief": example("reasoning_gym_data").BRIEF_WEIGHT}),
+    ):
+        weights = dict(re.findall(r"\+rl_plugins\.rewards\.(\w+)=([\d.]+)", (EXAMPLES / script).read_text()))
+        assert {k: float(v) for k, v in weights.items()} == parts
 
 
 def test_files_named_on_the_page_and_in_the_list_of_examples_exist():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from waiting import NEVER
 
 ROOT = Path(__file__).parents[1]
@@ -80,6 +82,34 @@ def test_example_config_of_gsm8k_is_one_that_the_command_takes(tmp_path, monkeyp
     assert "columns are not checked" not in text and text.endswith("No problem found.\n")
     answer = [{"role": "assistant", "content": "so \\boxed{1,234}"}]
     assert gsm8k_data.correct([answer], [row["answer"]]) == [1.0] and gsm8k_data.boxed_once([answer]) == [1.0]
+
+
+@pytest.mark.host
+def test_the_script_of_reasoning_gym_and_its_config_are_one_run(tmp_path, monkeypatch, capsys):
+    """Without a model, a GPU and reasoning-gym: the script's help and defaults, and everything of its config but these.
+    `tests/real` runs both, the notebook, too."""
+    from rl_plugins.commands.doctor import examine
+
+    monkeypatch.syspath_prepend(str(TRL_EXAMPLES))
+    script = runpy.run_path(str(TRL_EXAMPLES / "train_reasoning_gym.py"))
+    values = yaml.safe_load((TRL_EXAMPLES / "reasoning_gym.yaml").read_text())
+    same = script["DEFAULTS"] | {"trace": True}
+    assert {name: values.get(name) for name in same} == same
+    assert values["reward_funcs"] == [f"{f.__module__}.{f.__name__}" for f in (script["solved"], script["brief"])]
+    monkeypatch.setattr(sys, "argv", ["train_reasoning_gym.py", "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(TRL_EXAMPLES / "train_reasoning_gym.py"), run_name="__main__")
+    assert end.value.code == 0 and "--methods METHODS [METHODS ...]" in capsys.readouterr().out
+
+    shutil.copy(TRL_EXAMPLES / "reasoning_gym.yaml", tmp_path)
+    row = {"prompt": [{"role": "user", "content": "1 + 1?"}], "task": "chain_sum", "entry": "{}", "answer": "2"}
+    for split in ("train", "test"):
+        (tmp_path / "reasoning-gym").mkdir(exist_ok=True)
+        (tmp_path / "reasoning-gym" / f"{split}.jsonl").write_text(f"{json.dumps(row)}\n" * 64)
+    monkeypatch.chdir(tmp_path)
+    assert examine(Path("reasoning_gym.yaml"), [], None, world_size=1) == 0
+    text = capsys.readouterr().out
+    assert "64 of 64" in text and "columns are not checked" not in text and text.endswith("No problem found.\n")
 
 
 @pytest.mark.host
