@@ -5,6 +5,9 @@ is the state of every method in a long run on 16 prompts: what still grows after
 
     python benchmarks/scale_state.py --part boundary
     python benchmarks/scale_state.py --part growth --out benchmarks/state_growth.json
+    python benchmarks/scale_state.py --part batches --rows 10000000 --out benchmarks/state_batches.json
+
+`batches` is what a batch of 4 prompts costs every method with 10^7 prompts: nearly all of it grows with the dataset.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from rl_plugins.runtime.registry import all_names, build, load
 from rl_plugins.runtime.resume import resume, save_run
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.state import save_state
+from rl_plugins.testing.contract import host
 from rl_plugins.testing.contract.host import run_batch
 from rl_plugins.testing.contract.kit import GROUP_SIZE, GROUPS, PROMPTS, Kit
 from rl_plugins.testing.generation import Simulation
@@ -154,6 +158,60 @@ class _LongRun(Kit):
         return super().dataset
 
 
+class _LargeRun(_LongRun):
+    """With a dataset of so many rows."""
+
+    size = PROMPTS
+
+    @cached_property
+    def dataset(self) -> Any:  # type: ignore[override]
+        each = 10_000
+        few = Kit.dataset.fget(self)  # type: ignore[attr-defined]
+        table = pa.table({name: [few[name][i % PROMPTS] for i in range(each)] for name in few.column_names})
+        return datasets.Dataset(pa.concat_tables([table] * (self.size // each)))
+
+
+def batches(rows: int, names: Sequence[str], out: Path | None) -> dict[str, Any]:
+    """CPU milliseconds of a batch of every method, the state kept at each boundary; written after each method.
+
+    `start`; `first`: its first batch; `batch`: the most of the others; `stage`: the most of the first batches of the
+    parts that a schedule of it has.
+    """
+    host.PROMPTS = rows
+    found: dict[str, Any] = json.loads(out.read_text()) if out and out.exists() else {}
+    for name in names or all_names():
+        cls = load(name)
+        if isinstance(cls, Bundle) or name in found or "admit" in cls.claims():
+            continue
+        case = case_of(name)
+        kit = _LargeRun(cls, case.params, case.prepare, case.rows or ())
+        kit.facts, kit.size = {"dataset_size": rows}, rows
+        kit.build()
+        _ = kit.dataset
+        begin = time.process_time()
+        stack = kit.stack()
+        started = time.process_time() - begin
+
+        def batch(stack: MethodStack = stack, kit: Kit = kit) -> float:
+            kept = stack.state_dict("f")
+            begin = time.process_time()
+            run_batch(kit, stack)
+            del kept
+            return time.process_time() - begin
+
+        first, others, stages = batch(), [batch() for _ in range(5)], []
+        for number in stack.methods[0].stages():
+            stack.batch = number
+            stages.append(batch())
+            others += [batch() for _ in range(2)]
+        took = {"start": started, "first": first, "batch": max(others), **({"stage": max(stages)} if stages else {})}
+        found[name] = {what: round(1e3 * seconds, 1) for what, seconds in took.items()}
+        print(name, found[name], flush=True)
+        if out:
+            out.write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
 def growth(names: Sequence[str], at: Sequence[int], out: Path | None) -> dict[str, list[int]]:
     """Bytes of the saved state of each method with a state after so many batches; written after each method."""
     found: dict[str, list[int]] = json.loads(out.read_text()) if out and out.exists() else {}
@@ -205,7 +263,7 @@ GIVEN: dict[str, Any] = {"v0": {"prior": "running_mean"}, "v0_5": {"prior": "run
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--part", choices=["boundary", "queue", "start", "growth"], required=True)
+    parser.add_argument("--part", choices=["boundary", "queue", "start", "growth", "batches"], required=True)
     parser.add_argument("--rows", type=int, default=10**6)
     parser.add_argument("--groups", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=1000)
@@ -215,6 +273,9 @@ def main() -> None:
     a = parser.parse_args()
     if a.part == "growth":
         growth(a.names, a.batches, a.out)
+        return
+    if a.part == "batches":
+        batches(a.rows, a.names, a.out)
         return
     found = (
         stacks(a.rows)

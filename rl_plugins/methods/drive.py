@@ -130,7 +130,7 @@ class Drive(Method):
         own = bool(self.params.rollouts)  # with other numbers than the host's, not every prompt it proposes is trained
         if self.state["whole"] and not own and len(pool.proposal) == n and not taken:
             return pool.proposal
-        free = self._available(taken, pool.size)
+        free = self._available(taken)
         chosen = self._next(min(n, free), taken)
         left = taken | set(chosen)
         rest = (i for i in range(pool.size) if i not in left)
@@ -169,7 +169,7 @@ class Drive(Method):
         self.log("set", self._size if self.state["whole"] else len(self._members()))
         self.log("success", seen.right.sum() / seen.trials.sum())
         self.log("unscored", 1 - seen.trials.sum() / own.sum().clamp(min=1))
-        inside = torch.isin(seen.prompts, self._members()) if not self.state["whole"] else seen.prompts >= 0
+        inside = self._inside(seen.prompts)
         self.log("outside", (~inside).double().mean() if len(inside) else 0.0)
 
     # ---- phases
@@ -227,11 +227,17 @@ class Drive(Method):
         members: Tensor = self.state["set"]
         return members
 
-    def _available(self, without: set[int], size: int) -> int:
-        """Prompts of the set that are not among those."""
+    def _inside(self, prompts: Tensor) -> Tensor:
+        """(n,) int64 -> (n,) bool, those of the set."""
         if self.state["whole"]:
-            return size - sum(0 <= i < size for i in without)
-        return len(self._members()) - sum(i in without for i in self._members().tolist())
+            return (prompts >= 0) & (prompts < self._size)
+        members = self._members()  # ascending
+        return members[torch.searchsorted(members, prompts).clamp(max=len(members) - 1)] == prompts
+
+    def _available(self, without: Iterable[int]) -> int:
+        """Prompts of the set that are not among those."""
+        own = int(self._inside(torch.tensor(sorted(without), dtype=torch.int64)).sum())
+        return (self._size if self.state["whole"] else len(self._members())) - own
 
     def _at(self, place: int) -> int:
         """The prompt at a place of the endless order: one permutation of the set after the other."""
@@ -287,13 +293,14 @@ class Drive(Method):
 
     def _of_set(self, plan: Plan, room: int, numbers: Iterator[int]) -> list[PlanRow]:
         """Rows of the plan whose prompts are in the set, and of further ones that fit; none if the plan has none."""
-        inside = None if self.state["whole"] else set(self._members().tolist())
-        fresh = [row for row in plan.rows if _is_fresh(row) and (inside is None or row.prompt_index in inside)]
+        fresh = [row for row in plan.rows if _is_fresh(row)]
+        inside = self._inside(torch.tensor([row.prompt_index for row in fresh], dtype=torch.int64))
+        fresh = [row for row, is_in in zip(fresh, inside.tolist(), strict=True) if is_in]
         if not fresh:
             return []  # a call that fills the batch, and the set has no more
         size = self.params.rollouts[self.state["phase"]] if self.params.rollouts else plan.group_size
         named = {row.prompt_index for row in fresh}
-        more = min(room // size - len(fresh), self._available(named, self._size))
+        more = min(room // size - len(fresh), self._available(named))
         further = [PlanRow(i, next(numbers), plan.group_size) for i in self._next(max(0, more), named)]
         return [self._changed(row) for row in (*fresh, *further)]
 
