@@ -37,7 +37,7 @@ CODE, PAGES = ROOT / "examples" / "guides", sorted((ROOT / "docs" / "guides").gl
 def in_the_folder(monkeypatch):
     monkeypatch.syspath_prepend(str(CODE))
     yield
-    for name in ("rewards", "environment", "methods", "rollout", "sampler", "service"):
+    for name in ("rewards", "environment", "environments", "methods", "rollout", "sampler", "service"):
         sys.modules.pop(name, None)
 
 

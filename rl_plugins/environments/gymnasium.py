@@ -165,8 +165,9 @@ class Gymnasium:
 
 def _made(id: str, options: Mapping[str, Any], render_mode: str | None) -> Any:
     gymnasium = library("gymnasium", "gymnasium")
+    rendered = {} if render_mode is None else {"render_mode": render_mode}
     try:
-        return gymnasium.make(id, **{"render_mode": render_mode, **options})
+        return gymnasium.make(id, **{**rendered, **options})
     except (gymnasium.error.Error, TypeError, ImportError) as e:  # the text of UnregisteredEnv has the nearest names
         raise ConfigError(f"Gymnasium cannot make the environment {id!r} with {shown(dict(options))}: {e}") from e
 

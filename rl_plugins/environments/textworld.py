@@ -10,6 +10,7 @@ that folder and returns rows for the dataset; games of `tw-make` do, too. Needs 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -19,6 +20,7 @@ from rl_plugins.environments.libraries import library
 from rl_plugins.kit.agents import Observation
 
 _STATUS_LINE = re.compile(r"\n*> +-= .*\Z", re.DOTALL)  # room, score and moves, as a terminal would show them
+_ONE_AT_A_TIME = threading.Lock()  # TextWorld has one parser per process, which fails where two threads are in it
 _TOLD = ("description", "objective", "facts", "admissible_commands", "score", "max_score", "won", "lost")
 
 
@@ -99,8 +101,9 @@ class TextWorld:
         if columns["game"] != self._game:
             self.close()
             self._env, self._game = _started(str(columns["game"])), columns["game"]
-        self._env.seed(0)  # of the wording
-        self._state = self._env.reset()
+        with _ONE_AT_A_TIME:
+            self._env.seed(0)  # of the wording
+            self._state = self._env.reset()
         return self._observed(f"{self._state.objective}\n\n{self._state.description.strip()}")
 
     def act(self, action: str) -> Observation:
@@ -111,7 +114,8 @@ class TextWorld:
             if number is None or int(number[0]) >= len(before.admissible_commands):
                 return self._observed("Answer with the number of a command.", valid=False)
             command = before.admissible_commands[int(number[0])]
-        self._state, score, done = self._env.step(command)
+        with _ONE_AT_A_TIME:
+            self._state, score, done = self._env.step(command)
         dense = self.rewards == "intermediate"
         reward = self._state.intermediate_reward if dense else (score - before.score) / self._state.max_score
         valid = command in before.admissible_commands or _facts(self._state) != _facts(before)
@@ -143,7 +147,8 @@ def _started(game: str) -> Any:
             f"the game {game} is no file, or has no .json file of TextWorld beside it, which tells its facts and "
             f"admissible commands. Give a .z8 game that `tw-make` or TextWorld.rows made."
         )
-    return textworld.start(game, textworld.EnvInfos(**dict.fromkeys(_TOLD, True), intermediate_reward=True))
+    with _ONE_AT_A_TIME:
+        return textworld.start(game, textworld.EnvInfos(**dict.fromkeys(_TOLD, True), intermediate_reward=True))
 
 
 def _facts(state: Any) -> list[str]:
