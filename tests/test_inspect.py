@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from rl_plugins.commands.cli import app
 from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.rollouts import TokenIds
-from rl_plugins.lab.viewer.terminal import visible
+from rl_plugins.lab.viewer.terminal import completion_of, visible
 from rl_plugins.lab.viewer.trees import SharedPiece, tree_of
 from rl_plugins.runtime.decide import decide
 from rl_plugins.testing.data import make_run
@@ -67,6 +67,7 @@ def test_batches_groups_and_rollouts(run: Path) -> None:
     group = invoke(str(run), "--batch", "2", "--group", "0").output
     assert "3 tokens left: drops in select" in group and "drops: too long" in group
     assert "reward 2.5 (reward_0 2, reward_1 0.5, halves: 1.25)" in group
+    assert "Completions: sampled, <<read>>, {{forced}}" in group and "<<\\ud800 alone" in group
     assert "advantage: plain GRPO" in group and "halves: was 2.5" in group and "ranks.advantages 1" in group
 
 
@@ -75,6 +76,13 @@ def test_no_text_of_a_completion_acts_on_the_terminal(run: Path) -> None:
         shown = invoke(str(run), "--batch", "0", "--group", group).output
         assert not {"\x1b", "\x07", "\x9b", "\u202e", "\x00"} & set(shown)
         assert "\\x1b[2J" in shown and "[bold]markup[/bold]" in shown and "further characters]" in shown
+
+
+def test_read_and_forced_tokens_are_told_from_sampled_ones() -> None:
+    row = {"kinds": [1, 1, 2, 2, 0, 1], "completion_ids": [1, 2, 3, 1, 4, 2], "completion": "as sampled"}
+    texts = {1: "a", 2: "b", 3: "\n", 4: "{x}"}
+    assert completion_of(row, texts).plain == "ab{{\\na}}<<{x}>>b"
+    assert completion_of({**row, "kinds": [1] * 6}, texts).plain == "as sampled"
 
 
 @pytest.mark.parametrize("text", HOSTILE)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_plugins.core.errors import printable
+from rl_plugins.core.requests import Kind
 from rl_plugins.lab.viewer.comparison import SamePrompt, word_differences
 from rl_plugins.lab.viewer.folder import TraceFolder
 
@@ -68,12 +72,18 @@ def print_group(trace: TraceFolder, batch: int, group: int, console: Console) ->
     """The rollouts of a group, what became of each, and why."""
     rows = trace.rollouts(batch, group)
     console.print(Text(f"Prompt (dataset row {rows[0]['prompt_index']}): {visible(rows[0]['prompt'])}"))
+    if not all(_sampled(row) for row in rows):
+        console.print(
+            Text.assemble(
+                "Completions: sampled, ", *_marked("read", Kind.OBSERVED), ", ", *_marked("forced", Kind.FORCED)
+            )
+        )
     for row in rows:
         rewards = ", ".join(f"{visible(r['name'], 60)} {_number(r['value'])}" for r in row["rewards"])
         if row["rewarded"]:
             rewards += "".join(f", {r['method']}: {_number(r['reward'])}" for r in row["rewarded"])
         console.rule(f"rollout {row['rollout']}", align="left", characters="-")
-        console.print(Text(visible(row["completion"])))
+        console.print(completion_of(row, trace.texts))
         tokens, reward = len(row["completion_ids"]), _number(row["raw_reward"])
         console.print(Text(f"  {row['origin']}, {tokens} tokens, reward {reward} ({rewards})"))
         stages = "".join(f", {s['stage']} {_number(s['advantage'])}" for s in row["advantages"])
@@ -113,6 +123,30 @@ def print_pair(a: TraceFolder, b: TraceFolder, pair: SamePrompt, console: Consol
             console.print(Text(f"  {name}: {said}"))
         texts = ["" if row is None else row["completion"][:LONGEST] for row in sides]
         console.print(_differences(*texts))
+
+
+MARKS = {Kind.OBSERVED: ("<<", ">>", "cyan"), Kind.FORCED: ("{{", "}}", "magenta")}
+
+
+def completion_of(row: Mapping[str, Any], texts: Mapping[int, str]) -> Text:
+    """The text of a completion, in which tokens that the policy did not sample are marked."""
+    if _sampled(row):
+        return Text(visible(row["completion"]))
+    text, room = Text(), LONGEST
+    for kind, run in itertools.groupby(zip(row["kinds"], row["completion_ids"], strict=True), key=itemgetter(0)):
+        piece = "".join(texts[token] for _, token in run)
+        text.append_text(Text.assemble(*_marked(visible(piece, max(room, 0)), kind)))
+        room -= len(piece)
+    return text
+
+
+def _marked(text: str, kind: int) -> list[tuple[str, str]]:
+    begin, end, color = MARKS.get(Kind(kind), ("", "", ""))
+    return [(f"{begin}{text}{end}", color)]
+
+
+def _sampled(row: Mapping[str, Any]) -> bool:
+    return set(row["kinds"]) <= {Kind.SAMPLED}
 
 
 def _differences(a: str, b: str) -> Text:
