@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import raises
 
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.lab.quality.drive import Driver, Variant
 from rl_plugins.lab.quality.worlds.chain import Chain
 from rl_plugins.lab.quality.worlds.processes import agents, sequences
@@ -187,7 +189,7 @@ def test_rows_of_a_pool_are_weighted_by_tokens_and_refuse_methods_that_read_toke
     want = (advantage / answers.length.sum()) @ world.scores[answers.piece[:, 0]]
     np.testing.assert_allclose(made.gradient, want, rtol=1e-6)
     assert made.tokens == answers.length.sum()
-    with pytest.raises(Exception, match="reads tokens"):
+    with raises(ConfigError, "reads tokens"):
         Driver(world, Variant("d3s", {"d3s": {}}, group=4), 8, 0)
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 
 import pytest
+from messages import raises
+from rich.console import Console
 
+from rl_plugins.cards.quality import ahead, sentence
+from rl_plugins.cards.quality import measured as measured_summary
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Bundle
 from rl_plugins.lab.quality import measure as measured
+from rl_plugins.lab.quality import page
 from rl_plugins.lab.quality.drive import Driver
 from rl_plugins.lab.quality.measure import Job, jobs, read, run
+from rl_plugins.lab.quality.session import session
 from rl_plugins.lab.quality.variants import ABSENT, variants_of
 from rl_plugins.lab.quality.worlds import ABOUT, WORLDS
 from rl_plugins.lab.quality.worlds.processes import agents, sequences
@@ -75,3 +84,59 @@ def test_records_of_another_version_are_measured_again(tmp_path):
     record = {"version": 0, **vars(Job("binary", 0, "grpo", 32, 4))}
     file.write_text(json.dumps(record) + "\n")
     assert not read(file)
+
+
+# ---- what is told
+
+
+def test_a_session_keeps_records_summary_and_figures_and_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(measured, "_world", lambda name, seed: table(name, seed, prompts=40, dims=6))
+    root, out = tmp_path / "checkout", tmp_path / "out"
+    (root / "rl_plugins" / "lab" / "quality").mkdir(parents=True)
+    (root / "rl_plugins" / "cards").mkdir()
+    console = Console(file=io.StringIO(), width=200)
+    sizes = {32: 6, 64: 6}
+    session(console, ["vade"], ["binary"], 2, 1, out, root, sizes=sizes)
+    told = json.loads((root / "rl_plugins/cards/quality.json").read_text())
+    records = list(read(out / "quality.jsonl").values())
+    raw = gzip.decompress((root / "benchmarks/quality/records.jsonl.gz").read_bytes()).decode().splitlines()
+    assert [json.loads(line) for line in raw] == records and len(records) == 8
+    assert told["seeds"] == 2 and told["batches"] == {"32": 6, "64": 6}
+    (place,) = (p for p in told["places"] if p["variant"] == "vade" and p["rollouts"] == 64)
+    values = [r["progress"]["pass@1"][0] for r in records if r["variant"] == "vade" and r["rollouts"] == 64]
+    assert place["progress"]["pass@1"][0] == pytest.approx(sum(values) / 2, rel=0.01)
+    half = 12.7062 * abs(values[0] - values[1]) / 2  # Student's t of two values
+    assert place["progress"]["pass@1"][2] - place["progress"]["pass@1"][0] == pytest.approx(half, rel=0.02)
+    assert {f.name for f in (root / "docs/figures/quality").iterdir()} == {"binary.png", "binary-dark.png"}
+    text = console.file.getvalue()
+    assert "vade" in text and "- binary, vade: " in text
+    session(console, ["vade"], ["binary"], 2, 1, out, sizes=sizes, dry_run=True)
+    assert "0 of 8 records to make" in console.file.getvalue()
+    with raises(ConfigError, "acts in no world"):
+        session(console, ["latr"], ["binary"], 2, 1, out, sizes=sizes)
+
+
+def place(progress, direction, noise, ratio, **more):
+    pair = {t: [progress, progress, progress] for t in ("pass@1", "pass@8")}
+    ways = {t: [direction, direction, direction] for t in pair}
+    return {"progress": pair, "direction": ways, "noise": [noise] * 3, "ratio": dict.fromkeys(pair, ratio), **more}
+
+
+def test_a_sentence_names_the_batches_in_which_a_method_is_ahead():
+    base = {64: place(0.1, 1.0, 9.0, [1, 1, 1])}
+    biased = {64: place(0.15, 0.8, 3.0, [1.5, 1.4, 1.6])}
+    noisy = {64: place(0.05, 1.0, 19.0, [0.5, 0.4, 0.6])}
+    # d^2 / (1 + c/n) with c = 192 against 576: .64 (n + 576) > n + 192 up to n = 490.7
+    assert ahead(biased, base, "pass@1") == "ahead of GRPO in batches up to 491 rollouts"
+    assert ahead(noisy, base, "pass@1") == "behind GRPO in batches of any size"
+    assert ahead({64: place(0.1, 1, 9, [1.0, 0.8, 1.2])}, base, "pass@1") == "no difference from GRPO was seen"
+    text = sentence(biased, base, ("pass@1", "pass@8"))
+    assert "1.50 x GRPO's progress for pass@1 at 64 rollouts (1.40 to 1.60)" in text
+    assert "direction 0.80 for pass@1, 0.80 for pass@8; 0.3 x its noise" in text
+
+
+def test_the_page_has_every_world_that_was_measured():
+    told = measured_summary()
+    text = page.results()
+    assert all(f"### {world}\n" in text for world in {p["world"] for p in told["places"]})
+    assert all(f"`{name}`" in text for name in ABSENT)

@@ -38,7 +38,7 @@ EVIDENCE = ROOT / "examples" / "evidence"
 NAVIGATION = {
     "Start": ["choose", "compare", "examples"],
     "Methods": ["methods", "papers", "open_questions", "evidence"],
-    "The bench": ["bench", "bench/*"],
+    "The bench": ["bench", "quality", "bench/*"],
     "Guides": ["guides/index", "guides/rewards", "guides/environment", "guides/methods", "guides/rollout", "guides/*"],
     "Hosts": ["trl", "verl", "verl_cpu"],
     "In depth": [

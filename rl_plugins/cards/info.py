@@ -22,6 +22,7 @@ from rl_plugins.cards.catalog import (
 )
 from rl_plugins.cards.claims import claim_lines
 from rl_plugins.cards.problems import PROBLEMS
+from rl_plugins.cards.quality import quality_lines
 from rl_plugins.cards.results import Result, measured_of
 from rl_plugins.cards.usage import Usage, usage_of
 from rl_plugins.core.errors import RLPluginsError
@@ -78,6 +79,7 @@ def info(found: type[Method] | Bundle) -> str:
     sections.append(("What it costs", card.cost))
     sections.append(("What the paper claims", _listed(claim_lines(found.name))))
     sections.append(("What we measured", _listed(map(measured_text, card.measured)) or "Nobody measured it yet."))
+    sections.append(("How good its gradient is", _listed(quality_lines(found.name))))
     sections.append(("Goes with", _listed(f"{name}: {why}" for name, why in card.file.goes_with.items())))
     sections.append(("Excludes", _listed(_excludes(card))))
     if isinstance(found, Bundle):

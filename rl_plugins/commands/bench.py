@@ -38,6 +38,10 @@ def bench(
     stack: Annotated[
         bool, typer.Option("--stack", help="Search for the best stack of the methods, and confirm it on other seeds.")
     ] = False,
+    quality: Annotated[
+        bool,
+        typer.Option("--quality", help="Measure gradients in small exact worlds, which are the tasks; train nothing."),
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder of the runs and the raw results.")] = Path("bench-results"),
     against: Annotated[Path | None, typer.Option(help="Folder of other raw results to compare with.")] = None,
     publish: Annotated[Path | None, typer.Option(help="Checkout that keeps the results.", hidden=True)] = None,
@@ -70,6 +74,10 @@ def bench(
     \b
     Whether verl agrees, after the same variants were run in TRL (minutes per run):
       rl-plugins bench mc_grpo --task neutral --host verl --seeds 3
+
+    \b
+    How good the gradients of two methods are, beside GRPO's, in seconds (docs/quality.md):
+      rl-plugins bench vade gdpo --quality --task skills --task rewards --seeds 2
     """
     from rich.console import Console
 
@@ -83,6 +91,11 @@ def bench(
     from rl_plugins.lab.compare.comparison import need_plots
 
     console, methods, verl = Console(), methods or [], host == HostName.verl
+    if quality:
+        from rl_plugins.lab.quality.session import session as measure
+
+        measure(console, methods, task or [], seeds, jobs, out, publish, dry_run)
+        return
     tasks = [*(task or []), *with_setting(setting)]
     if not (methods or every or tasks):
         tables.print_overview(console, Results.read(out))

@@ -28,6 +28,7 @@ from rl_plugins.lab.pages import (
 )
 from rl_plugins.lab.pages.guides import with_code
 from rl_plugins.lab.pages.reference import reference_page
+from rl_plugins.lab.quality import page as quality
 from rl_plugins.runtime import registry
 
 # File -> its text, made from the text that is there: a page with a generated part keeps the rest.
@@ -44,6 +45,7 @@ FILLED: dict[str, Callable[[str], str]] = {
     "docs/methods.md": lambda _: methods.index(on_site=True),
     "docs/choose.md": lambda _: choose.page(),
     "docs/bench.md": lambda text: f"{text}\n{bench.results()}",
+    "docs/quality.md": lambda text: f"{text}\n{quality.results()}",
     "docs/supervised.md": losses.with_cards,
     "docs/trl.md": lambda text: source.with_trainers(source.with_changes("trl", text)),
     "docs/verl.md": partial(source.with_changes, "verl"),

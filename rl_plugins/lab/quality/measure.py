@@ -52,14 +52,19 @@ def _world(name: str, seed: int) -> Any:
 
 def jobs(worlds: Sequence[str], methods: Sequence[str], seeds: Iterable[int], sizes: Mapping[int, int]) -> list[Job]:
     """What is measured: all variants of these methods, and the baseline beside them; all without `methods`."""
-    found = []
+    labels: dict[tuple[str, int], list[str]] = {}
     for name in worlds:
-        for seed in seeds:
-            for rollouts, batches in sizes.items():
-                for v in variants_of(name, _world(name, 0), rollouts):
-                    if not methods or v.label == BASELINE or set(methods) & set(v.methods):
-                        found.append(Job(name, seed, v.label, rollouts, batches))
-    return found
+        for rollouts in sizes:
+            found = variants_of(name, _world(name, 0), rollouts)
+            kept = [v for v in found if not methods or v.label == BASELINE or set(methods) & set(v.methods)]
+            labels[name, rollouts] = [v.label for v in kept]
+    return [  # by seed: after each of them there is something to look at
+        Job(name, seed, label, rollouts, batches)
+        for seed in seeds
+        for name in worlds
+        for rollouts, batches in sizes.items()
+        for label in labels[name, rollouts]
+    ]
 
 
 def measure(job: Job) -> Record:
@@ -97,8 +102,9 @@ def measure(job: Job) -> Record:
 
 def read(file: Path) -> dict[tuple[Any, ...], Record]:
     """Records of this version, by the key of their job; none where there is no file."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("}")]  # the last one may be cut off
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    whole = text[: text.rfind("\n") + 1]  # the last line may be cut off
+    found = [json.loads(line) for line in whole.splitlines()]
     names = Job.__dataclass_fields__
     return {(r["version"], *(r[n] for n in names)): r for r in found if r["version"] == VERSION}
 
@@ -108,11 +114,11 @@ def run(wanted: Sequence[Job], file: Path, at_a_time: int) -> Iterator[Record]:
     done = read(file)
     todo = [job for job in wanted if job.key not in done]
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as out:
-        if out.tell() and not file.read_text(encoding="utf-8").endswith("\n"):
-            out.write("\n")
+    with file.open("ab+") as out:
+        out.seek(0)
+        out.truncate(out.read().rfind(b"\n") + 1)
         for record in _records(todo, at_a_time):
-            out.write(json.dumps(record) + "\n")
+            out.write(json.dumps(record).encode() + b"\n")
             out.flush()
             yield record
 

@@ -1,0 +1,92 @@
+"""How good the gradients of methods are, as `rl-plugins bench --quality --publish` measured it (`quality.json`)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from rl_plugins.tools.gradient_quality import break_even
+
+BASELINE = "grpo"
+# What is told of a world, the first as a ratio to GRPO.
+TARGETS: Mapping[str, Sequence[str]] = {
+    "rewards": ("reward", "right", "format", "brevity"),
+    "sequences": ("pass@1", "short and right"),
+}
+USUAL = ("pass@1", "pass@8")
+
+
+@cache
+def measured() -> Mapping[str, Any]:
+    """The summary that the package carries."""
+    return dict(json.loads(files("rl_plugins.cards").joinpath("quality.json").read_text(encoding="utf-8")))
+
+
+def targets_of(world: str) -> Sequence[str]:
+    """What is told of a world."""
+    return TARGETS.get(world, USUAL)
+
+
+def places(told: Mapping[str, Any]) -> dict[tuple[str, str], dict[int, Mapping[str, Any]]]:
+    """(world, variant) -> rollouts of a batch, ascending -> figures."""
+    found: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
+    for p in sorted(told["places"], key=lambda p: p["rollouts"]):
+        found.setdefault((p["world"], p["variant"]), {})[p["rollouts"]] = p
+    return found
+
+
+def lines_of(told: Mapping[str, Any], method: str) -> list[str]:
+    """What a card says of a method, a line for each world and variant."""
+    by, lines = places(told), []
+    for (world, variant), sizes in by.items():
+        of = next(iter(sizes.values()))
+        if method not in of["methods"]:
+            continue
+        if "refused" in of:
+            lines.append(f"{world}, {variant}: refused. {of['refused']}")
+        else:
+            lines.append(f"{world}, {variant}: {sentence(sizes, by[world, BASELINE], targets_of(world))}")
+    return lines
+
+
+def sentence(sizes: Mapping[int, Any], base: Mapping[int, Any], targets: Sequence[str]) -> str:
+    """Progress as a ratio to GRPO at each size, direction, noise, and the batches in which it is ahead."""
+    first, largest = targets[0], max(sizes)
+    parts = [
+        f"{ratio[0]:.2f} x GRPO's progress for {first} at {n:,} rollouts ({ratio[1]:.2f} to {ratio[2]:.2f})"
+        for n, p in sizes.items()
+        if (ratio := p["ratio"].get(first))
+    ] or [f"progress {100 * p['progress'][first][0]:.1f} % for {first} at {n:,} rollouts" for n, p in sizes.items()]
+    way = sizes[largest]["direction"]
+    parts.append("direction " + ", ".join(f"{way[t][0]:.2f} for {t}" for t in targets))
+    if largest in base and "noise" in base[largest]:
+        parts.append(f"{sizes[largest]['noise'][0] / base[largest]['noise'][0]:.1f} x its noise")
+        parts += [f"{ahead(sizes, base, t)} for {t}" for t in targets[:2]]
+    return "; ".join(parts) + "."
+
+
+def ahead(sizes: Mapping[int, Any], base: Mapping[int, Any], target: str) -> str:
+    """The batches in which it makes more progress than GRPO, from direction and noise of the largest batch measured.
+    Directions whose intervals overlap count as equal."""
+    if all((ratio := p["ratio"].get(target)) and ratio[1] <= 1 <= ratio[2] for p in sizes.values()):
+        return "no difference from GRPO was seen"
+    n = max(sizes)
+    a, b = sizes[n], base[n]
+    (way, *ends), (than, *others) = a["direction"][target], b["direction"][target]
+    if ends[0] <= others[1] and others[0] <= ends[1]:
+        way = than
+    low, high = break_even(way, a["noise"][0], than, b["noise"][0], n)
+    if low == math.inf:
+        return "behind GRPO in batches of any size"
+    if high < math.inf:
+        return f"ahead of GRPO in batches up to {high:,.0f} rollouts"
+    return f"ahead of GRPO in batches above {low:,.0f} rollouts" if low > 1 else "ahead of GRPO in batches of any size"
+
+
+def quality_lines(method: str) -> list[str]:
+    """What the card of a method says of its gradients."""
+    return lines_of(measured(), method)

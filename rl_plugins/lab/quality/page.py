@@ -1,0 +1,114 @@
+"""The results of docs/quality.md on the site, and their figures, from `cards/quality.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rl_plugins.cards.quality import ahead, measured, places, targets_of
+from rl_plugins.lab.quality.variants import ABSENT, BASELINE
+from rl_plugins.lab.quality.worlds import ABOUT
+
+FIGURES = "docs/figures/quality"
+Sizes = Mapping[int, Mapping[str, Any]]
+
+
+def results() -> str:
+    """What docs/quality.md shows on the site."""
+    told = measured()
+    batches = ", ".join(f"{n} batches of {int(size):,} rollouts" for size, n in told["batches"].items())
+    parts = [
+        f"## Figures\n\n{told['seeds']} worlds of different seeds for each name, {batches}, {told['hours']:.1f} hours "
+        "of one core. Progress is in percent of that of a step along the exact gradient. The ratio is that to GRPO "
+        "with 8 rollouts per prompt in the same worlds; intervals are 95 %, over worlds. The last column takes "
+        "direction and noise of the largest batch, and lets noise fall with its rollouts.\n"
+    ]
+    found = places(told)
+    parts += [_world(world, found) for world in _worlds(found)]
+    absent = [f"- `{name}`: {why}." for name, why in sorted(ABSENT.items())]
+    return "\n".join([*parts, "## Methods that act in no world", "", *absent, ""])
+
+
+def _worlds(found: Mapping[tuple[str, str], Sizes]) -> list[str]:
+    there = {world for world, _ in found}
+    return [*(w for w in ABOUT if w in there), *sorted(there - set(ABOUT))]
+
+
+def _variants(found: Mapping[tuple[str, str], Sizes], world: str) -> list[tuple[str, Sizes]]:
+    """Of a world, those that were measured at all sizes and not refused, most progress first."""
+    first, wanted = targets_of(world)[0], set(found[world, BASELINE])
+    shown = [
+        (v, of)
+        for (w, v), of in found.items()
+        if w == world and wanted <= set(of) and all("noise" in p for p in of.values())
+    ]
+    return sorted(shown, key=lambda of: -of[1][min(of[1])]["progress"][first][0])
+
+
+def _world(world: str, found: Mapping[tuple[str, str], Sizes]) -> str:
+    targets, base = targets_of(world), found[world, BASELINE]
+    sizes = list(base)
+    head = [
+        "variant",
+        *(f"{t}, {n:,}" for t in targets for n in sizes),
+        *(f"ratio for {targets[0]}, {n:,}" for n in sizes),
+        *(f"direction, {t}" for t in targets),
+        "noise",
+        f"for {targets[0]}",
+    ]
+    lines = [f"### {world}", "", f"{ABOUT.get(world, 'a stored pool')}.".capitalize(), ""]
+    lines += [f"![Progress in {world}](figures/quality/{_file(world)})", "", f"| {' | '.join(head)} |"]
+    lines.append("|---|" + "---|" * (len(head) - 1))
+    for variant, of in _variants(found, world):
+        last = of[max(of)]
+        cells = [f"`{variant}`" if last["methods"] else variant]
+        cells += [f"{100 * of[n]['progress'][t][0]:.1f}" for t in targets for n in sizes]
+        cells += [_interval(of[n]["ratio"].get(targets[0])) for n in sizes]
+        cells += [f"{last['direction'][t][0]:.2f}" for t in targets]
+        cells.append(f"{last['noise'][0] / base[max(base)]['noise'][0]:.2f}")
+        cells.append("" if variant == BASELINE else ahead(of, base, targets[0]))
+        lines.append(f"| {' | '.join(cells)} |")
+    refused = {v: p for (w, v), of in found.items() if w == world for p in of.values() if "refused" in p}
+    lines += ["", *(f"- `{v}` was refused: {p['refused']}" for v, p in refused.items())]
+    return "\n".join([*lines, ""])
+
+
+def _interval(of: Sequence[float] | None) -> str:
+    return f"{of[0]:.2f} ({of[1]:.2f} to {of[2]:.2f})" if of else ""
+
+
+def _file(world: str) -> str:
+    return f"{world.replace('=', '_')}.png"
+
+
+def draw(told: Mapping[str, Any], folder: Path) -> None:
+    """A forest plot for each world, for light and dark pages."""
+    from rl_plugins.lab.compare import figures
+
+    found = places(told)
+    for world in _worlds(found):
+        figures.save(folder / _file(world), partial(_forest, found, world))
+
+
+def _forest(found: Mapping[tuple[str, str], Sizes], world: str) -> Any:
+    from matplotlib.figure import Figure
+
+    from rl_plugins.lab.compare.figures import WIDTH, color
+
+    variants, target = _variants(found, world), targets_of(world)[0]
+    figure = Figure(figsize=(WIDTH, 1.1 + 0.24 * len(variants)), layout="constrained")
+    axes = figure.subplots(1, len(sizes := list(found[world, BASELINE])), sharey=True, squeeze=False)[0]
+    for axis, n in zip(axes, sizes, strict=True):
+        for i, (variant, of) in enumerate(variants):
+            mean, low, high = (100 * x for x in of[n]["progress"][target])
+            own = color(2 if of[n]["methods"] else 0)
+            axis.plot([low, high], [i, i], color=own, linewidth=1.6)
+            axis.plot(mean, i, "o", color=own, markersize=4.5)
+            if variant == BASELINE:
+                axis.axvline(mean, color=own, linewidth=0.8, linestyle=":")
+        axis.set_xlabel(f"progress for {target}, {n:,} rollouts (%)")
+        axis.set_yticks(range(len(variants)), [v for v, _ in variants], fontsize=7.5)
+    axes[0].invert_yaxis()
+    return figure
