@@ -29,6 +29,7 @@ PUBLIC = [
     "rl_plugins.core.redundancy",
     "rl_plugins.core.requests",
     "rl_plugins.diffusion",
+    "rl_plugins.environments",
     "rl_plugins.kit.agents",
     "rl_plugins.kit.judges",
     "rl_plugins.kit.masked",

@@ -17,14 +17,12 @@ from messages import raises
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.params import build_params
-from rl_plugins.environments.gymnasium import Gymnasium
-from rl_plugins.environments.textworld import TextWorld
-from rl_plugins.environments.trl_tools import TRLTools
+from rl_plugins.environments import Gymnasium, TextWorld, TRLTools
 from rl_plugins.kit.agents import Environment, Observation
 from rl_plugins.kit.agents.turns import state_ids
 from rl_plugins.lab.demo.environments import Grid
 from rl_plugins.methods.turn_control import TurnControl
-from rl_plugins.trl.generation.environments import as_tools
+from rl_plugins.trl import as_tools
 
 ROOT = Path(__file__).parents[1]
 

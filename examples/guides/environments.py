@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_plugins.environments.gymnasium import Gymnasium
-from rl_plugins.environments.textworld import TextWorld
-from rl_plugins.environments.trl_tools import TRLTools
-from rl_plugins.environments.verifiers import Verifiers
+from rl_plugins.environments import Gymnasium, TextWorld, TRLTools, Verifiers
 
 
 class Lake(Gymnasium):

@@ -4,7 +4,7 @@
         factory = WordleEnv  # has reset(**row), methods that are tools, perhaps get_reward()
 
 Name the class where a method wants an environment; it runs in TRL and in verl, and methods that make the rollouts work
-with it. The other way round, `rl_plugins.trl.generation.environments.as_tools` makes a class for TRL's
+with it. The other way round, `rl_plugins.trl.as_tools` makes a class for TRL's
 `environment_factory` of an environment here.
 """
 

@@ -10,6 +10,7 @@ from rl_plugins.trl.compat import check_versions
 check_versions()
 
 from rl_plugins.trl.config import GRPOConfig  # noqa: E402
+from rl_plugins.trl.generation.environments import as_tools  # noqa: E402
 from rl_plugins.trl.trainer import GRPOTrainer, MethodsMixin  # noqa: E402
 
-__all__ = ["GRPOConfig", "GRPOTrainer", "MethodsMixin"]
+__all__ = ["GRPOConfig", "GRPOTrainer", "MethodsMixin", "as_tools"]

@@ -14,10 +14,7 @@ import torch
 from datasets import Dataset
 
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.environments.gymnasium import Gymnasium
-from rl_plugins.environments.textworld import TextWorld
-from rl_plugins.environments.trl_tools import TRLTools
-from rl_plugins.environments.verifiers import Verifiers
+from rl_plugins.environments import Gymnasium, TextWorld, TRLTools, Verifiers
 from rl_plugins.kit.agents import Observation
 from rl_plugins.kit.agents.environment import check_environment
 from rl_plugins.lab.demo.policy import build_model, build_tokenizer

@@ -1,6 +1,6 @@
 """Environments that agents act in: any class with the three methods of :class:`Environment`.
 
-Rollout programs use it as it is; `rl_plugins.trl.generation.environments.as_tools` makes of it what TRL's
+Rollout programs use it as it is; `rl_plugins.trl.as_tools` makes of it what TRL's
 `GRPOTrainer(environment_factory=...)` takes.
 """
 

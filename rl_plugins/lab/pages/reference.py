@@ -48,10 +48,7 @@ PARTS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("kit.agents", "Observation Environment episodes Episode turn go_on finish play Opened"),
         ("kit.agents", "open_episode generate act reply"),
         ("kit.agents.turns", "Turns"),
-        ("environments.gymnasium", "Gymnasium"),
-        ("environments.textworld", "TextWorld"),
-        ("environments.verifiers", "Verifiers"),
-        ("environments.trl_tools", "TRLTools"),
+        ("environments", "Gymnasium TextWorld Verifiers TRLTools"),
     ),
     "Tests of a method": (
         (
