@@ -49,7 +49,8 @@ class Rounds:
         first = {row.group: row for row in reversed(self.rows)}
         made, order = Groups(group), torch.sort(group, stable=True).indices
         split = dict(zip(made.ids.tolist(), torch.split(reward[order], made.size.tolist()), strict=True))
-        so_far = tuple(GroupSoFar(row, split.get(g, reward[:0])) for g, row in sorted(first.items()))
+        nothing = reward[:0]
+        so_far = tuple(GroupSoFar(row, split.get(g, nothing)) for g, row in sorted(first.items()))
         left = self.budget - sum(row.n for row in self.rows)
         asked = Plan((), self.group_size, left, self.number, so_far, self.stack.batch, first=False)
         plan = next_plan(self.stack, asked, self.pool_size)
