@@ -1,6 +1,6 @@
 """GRPO with methods on tasks of reasoning-gym: LoRA, two rewards, a trace, and the held-out accuracy before and after.
 
-    python train_reasoning_gym.py                                      a GPU with 16 GB; the model comes from the hub
+    python train_reasoning_gym.py                                      sized for a GPU with 16 GB; needs the hub
     python train_reasoning_gym.py --methods vade mc_grpo               other methods; --methods '': plain GRPO
     python train_reasoning_gym.py --model_name_or_path my-folder --max_steps 50 --learning_rate 5e-5
     rl-plugins inspect reasoning-gym-run                               what happened to each rollout, and why
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from datasets import Dataset
 from reasoning_gym_data import TASKS
-from trl import ModelConfig, TrlParser, get_peft_config
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from rl_plugins.environments.reasoning_gym import brief, solved, split
 from rl_plugins.trl import GRPOConfig, GRPOTrainer  # instead of `from trl import ...`
@@ -66,7 +66,13 @@ class DataArguments:
 
 def main(data: DataArguments, args: GRPOConfig, model: ModelConfig) -> None:
     train, test = split(TASKS, data.train_rows, data.held_out_rows)
-    args.model_init_kwargs = {"dtype": model.dtype or ("bfloat16" if args.bf16 else "float32")}
+    args.model_init_kwargs = {
+        "dtype": model.dtype or ("bfloat16" if args.bf16 else "float32"),
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "quantization_config": get_quantization_config(model),
+        **(args.model_init_kwargs or {}),
+    }
     trainer = GRPOTrainer(
         model=model.model_name_or_path,
         reward_funcs=[solved, brief],

@@ -100,7 +100,7 @@ def test_the_config_runs_the_same_without_a_script(tmp_path):
     assert len(check_trace(tmp_path / "reasoning-gym-run")) == 2 * 16
 
 
-def test_the_notebook_runs_cell_by_cell(tmp_path):
+def test_the_notebook_runs_cell_by_cell(tmp_path, monkeypatch):
     """As papermill does it: the cell of parameters, then other values, then the rest as it is."""
     book = nbformat.read(EXAMPLES / "trl" / "reasoning_gym.ipynb", 4)
     nbformat.validate(book)
@@ -113,7 +113,7 @@ def test_the_notebook_runs_cell_by_cell(tmp_path):
     lines = [f"{name} = {value!r}" for name, value in mine.items()]
     book.cells.insert(place + 1, nbformat.v4.new_code_cell("\n".join(lines)))
     for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+        monkeypatch.setenv(name, value)
     NotebookClient(book, timeout=NEVER, resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed = "".join(output.get("text", "") for cell in code for output in cell.outputs)
     assert [(when, n) for when, _, n in SHOWN.findall(printed)] == [("before", "6"), ("after", "6")]
