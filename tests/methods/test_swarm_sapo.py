@@ -367,12 +367,14 @@ def test_own_groups_are_published_as_text() -> None:
     node = Node(exchange, data=data, answer=lambda c, rng: "ja", reward=lambda t, c: float(len(t)))
     plan = node.plan()
     rollouts = node.generate(plan)
-    node.decide(rollouts.replace(truncated=torch.arange(len(rollouts)) == 1))
+    texts = ["ja", "j\ufffd", "j\ufffd", *rollouts.text[3:]]  # the second one was cut inside a character
+    node.decide(rollouts.replace(truncated=torch.arange(len(rollouts)) == 1, text=texts))
     (name,) = exchange.files
     assert sender_of(name) == "me" and is_whole(name, exchange.files[name])
     lines = [json.loads(line) for line in exchange.files[name].splitlines()]
     assert [line["prompt"][0]["content"] for line in lines] == [f"{i}?" for i in range(GROUPS)]
-    assert lines[0]["columns"] == {"answer": 0, "level": 3} and lines[0]["completions"] == ["ja"] * SIZE
+    assert lines[0]["columns"] == {"answer": 0, "level": 3}
+    assert lines[0]["completions"] == ["ja", "j", "j\ufffd", "ja"]
     assert lines[0]["finished"] == [True, False, True, True] and set(lines[0]) == {
         "id",
         "prompt",

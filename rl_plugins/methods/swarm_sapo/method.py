@@ -13,6 +13,7 @@ from torch import Tensor
 from rl_plugins import ConfigError, Idle, Method, MethodParams, from_params, signals
 from rl_plugins.core.requests import Chat
 from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Rollouts, Run, Shape, Tokens
+from rl_plugins.kit.prompts import NO_CHARACTER
 from rl_plugins.kit.services import media_of
 from rl_plugins.kit.start_checks import refuse_one_prompt
 from rl_plugins.methods.swarm_sapo.choice import chosen
@@ -325,11 +326,14 @@ class SwarmSapo(Method):
             if not rows:
                 continue
             columns = self._dataset[int(rollouts.prompt_index[rows[0]])]
+            finished = tuple(not bool(rollouts.truncated[row]) for row in rows)
+            texts = [rollouts.text[row] for row in rows]
             yield Package(
                 plain(prompts[rows[0]]),
                 {name: plain(columns[name]) for name in self._schema.columns},
-                tuple(rollouts.text[row] for row in rows),
-                tuple(not bool(rollouts.truncated[row]) for row in rows),
+                # a completion may be cut inside a character of several tokens; others would train what stands for it
+                tuple(t if done else t.rstrip(NO_CHARACTER) for t, done in zip(texts, finished, strict=True)),
+                finished,
             )
 
     def _publish(self, batch: int, packages: Sequence[Package]) -> None:
