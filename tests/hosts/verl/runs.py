@@ -227,9 +227,18 @@ def with_sets(data: Path) -> Path:
 
 
 def start(
-    folder: Path, overrides: Sequence[str], trainer: str = "watched_sync", ranks: int = 1, **environment: str
+    folder: Path,
+    overrides: Sequence[str],
+    trainer: str = "watched_sync",
+    ranks: int = 1,
+    paths: Sequence[Path] = (),
+    **environment: str,
 ) -> Run:
-    """Starts a run of the demo task with 8 prompts and 8 rollouts each."""
+    """Starts a run of the demo task with 8 prompts and 8 rollouts each.
+
+    Args:
+        paths: on PYTHONPATH, too.
+    """
     from rl_plugins.lab.demo import verl_data
     from rl_plugins.lab.demo.policy import load_policy
 
@@ -259,7 +268,7 @@ def start(
     env = {
         **os.environ,
         "VERL_PLATFORM": "cpu",
-        "PYTHONPATH": plugin_path(folder / "plugins"),
+        "PYTHONPATH": os.pathsep.join([plugin_path(folder / "plugins"), *map(str, paths)]),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",

@@ -16,6 +16,9 @@ from rl_plugins.core.rollouts import Completion, PlanRow
 from rl_plugins.verl.imports import after_import
 
 OUT = Path(os.environ.get("RL_PLUGINS_TEST_OUT", "."))
+# Every step of a carousel begins as the first one did: weights, optimizer, prompts of the loader, noise of the sampler.
+SAME = "RL_PLUGINS_TEST_SAME" in os.environ
+kept: dict[str, Any] = {}  # of a training worker: its engine and the weights it began with
 
 
 def note(kind: str, **values: object) -> None:
@@ -35,6 +38,7 @@ def _carousel(module: object) -> None:
     from rl_plugins.verl import loss, trainer
     from rl_plugins.verl.capabilities import Reader
     from rl_plugins.verl.config import chat_of
+    from rl_plugins.verl.processes import ask
     from rl_plugins.verl.rewards import with_reward_functions
 
     def waiting_prompts() -> dict:
@@ -171,7 +175,14 @@ def _carousel(module: object) -> None:
             self.methods = stack
             actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
             self.actor_rollout_wg.set_loss_fn(loss.MethodsLoss(actor, self.settings, self.config))
+            if SAME:
+                self.train_dataloader_it = None
             super().on_step_begin()
+
+        def on_step_end(self):
+            if SAME:
+                ask(self.actor_rollout_wg.workers, back_to_the_start, self.global_steps)
+            super().on_step_end()
 
     register_trainer("carousel")(Carousel)
 
@@ -258,6 +269,56 @@ def _dump_updates(module: object) -> None:
     loss.MethodsLoss.train_batch = train_batch
 
 
+def back_to_the_start(worker: object, step: int) -> None:
+    """Runs in a training worker: writes how far a step moved the last layer, and takes it back."""
+    import torch
+
+    if not kept:
+        return  # no optimizer step yet
+    layer = max(int(name.split(".")[2]) for name in kept["weights"] if name.startswith("model.layers."))
+    moved = []
+    with torch.no_grad():
+        for name, parameter in kept["engine"].module.named_parameters():
+            if name.startswith(f"model.layers.{layer}."):
+                moved.append((_whole(parameter) - _whole(kept["weights"][name])).flatten())
+            parameter.copy_(kept["weights"][name])
+    kept["engine"].optimizer.state.clear()
+    torch.save(torch.cat(moved), OUT / f"moved{step}.pt")
+
+
+def _whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _keep_the_start(module: object) -> None:
+    if not SAME:
+        return
+    host = module.MethodsLoss.train_batch
+
+    def train_batch(self, original, engine, data):
+        if not kept:
+            weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+            kept.update(engine=engine, weights=weights)
+        return host(self, original, engine, data)
+
+    module.MethodsLoss.train_batch = train_batch
+
+
+def _same_noise(module: object) -> None:
+    if not SAME:
+        return
+    host = module.Server._seed
+
+    def _seed(self, prompt):
+        published, self.global_steps = self.global_steps, 0
+        try:
+            return host(self, prompt)
+        finally:
+            self.global_steps = published
+
+    module.Server._seed = _seed
+
+
 def _slow_decoder(module: object) -> None:
     """Every token takes so long that requests are interrupted."""
     seconds = float(os.environ.get("RL_PLUGINS_TEST_TOKEN_SECONDS", "0"))
@@ -303,6 +364,8 @@ after_import("rl_plugins.verl.loss", _dump_updates)
 after_import("rl_plugins.verl.workers", _worker_of_carousel)
 after_import("rl_plugins.verl.cpu.decoder", _slow_decoder)
 after_import("rl_plugins.verl.cpu.server", _served)
+after_import("rl_plugins.verl.cpu.server", _same_noise)
+after_import("rl_plugins.verl.loss", _keep_the_start)
 after_import("rl_plugins.verl.cpu.rollout", _slow_replica)
 
 
