@@ -24,6 +24,7 @@ from rl_plugins.core.rollouts import RewardFunction, Run
 from rl_plugins.testing.data import make_run
 from rl_plugins.tools.audit import AuditReport, Options, duplicates, lint, preflight
 from rl_plugins.tools.audit.answers import WrongAnswers, canonical, extract_answer, kind_of, wrong_numbers
+from rl_plugins.tools.audit.preflight import columns_taken
 from rl_plugins.tools.audit.provenance import changed, hash_of_function, provenance
 from rl_plugins.tools.audit.rows import normal, oddities, with_cell, with_prompt, words_of
 from rl_plugins.tools.audit.scoring import RewardCaller
@@ -255,6 +256,13 @@ def test_an_answer_of_thousands_of_digits_gets_wrong_answers():
     gold = "9" * 4400
     wrong = WrongAnswers([gold], 3)(gold, {}, np.random.default_rng(0))
     assert len(wrong) == 3 and "1" + "0" * 4400 in wrong and gold not in wrong
+
+
+def test_the_columns_that_a_function_takes():
+    columns = ("prompt", "answer", "entry")
+    functions = [lambda completions, entry, answer, **k: 0, lambda completions, **k: 0, lambda prompts: 0, dict]
+    told = [columns_taken(f, columns) for f in functions]
+    assert told == ["entry answer", "all, as **k", "none", "not known"]
 
 
 def test_a_sample_of_the_rows_is_told():

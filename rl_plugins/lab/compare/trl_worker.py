@@ -61,10 +61,8 @@ def go_on(log: Path) -> float:
     Returns:
         Seconds of training up to there.
     """
-    from rl_plugins.trl.saved import unfinished
-
-    found = {int(folder.name.rpartition("-")[2]): folder for folder in log.parent.glob(CHECKPOINTS)}
-    step = next((n for n in sorted(found, reverse=True) if unfinished(found[n], 1) is None), None)
+    found = {_whole(folder): folder for folder in log.parent.glob(CHECKPOINTS)}
+    step = max((n for n in found if n is not None), default=None)
     lines = [line for line in json_lines(log) if step is not None and line["step"] <= step]
     if os.environ.get("RANK", "0") == "0":
         write_text(log, "".join(json.dumps(line) + "\n" for line in lines))
@@ -72,6 +70,14 @@ def go_on(log: Path) -> float:
         return 0.0
     sys.argv += ["--resume_from_checkpoint", str(found[step]), "--eval_on_start", "False"]
     return max((float(line["seconds"]) for line in lines), default=0.0)
+
+
+def _whole(checkpoint: Path) -> int | None:
+    """The step of a checkpoint; None for one that a killed process left unfinished: TRL writes this file last."""
+    try:
+        return int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 if __name__ == "__main__":

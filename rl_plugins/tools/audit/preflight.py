@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -77,6 +78,7 @@ def preflight(run: Run, options: Options, progress: Callable[[str, int], None] =
     found: list[Finding] = []
     not_served = {f"reward function {name}": why for name, why in run.unreachable_rewards}
     facts: dict[str, Any] = {"reward functions": [f.name for f in run.reward_functions]}
+    facts["columns they take"] = [f"{f.name}: {columns_taken(f.source, run.columns)}" for f in run.reward_functions]
     for f in run.reward_functions:
         found += lint.findings(f.name, f.source)
     if run.dataset is None or not run.dataset_size:
@@ -150,3 +152,14 @@ def _without_reward(scorer: RewardCaller) -> list[Finding]:
         text = f"`{name}` gave none of the completions a reward: it {how}."
         found.append(Finding(severity, "reward functions", "no_reward", text, (), {"raised": int(raised)}))
     return found
+
+
+def columns_taken(function: Callable[..., Any], columns: Sequence[str]) -> str:
+    """The dataset columns that a reward function names as arguments, or that it takes them all."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return "not known"
+    named = [name for name in parameters if name in columns]
+    rest = [f"**{p.name}" for p in parameters.values() if p.kind == p.VAR_KEYWORD]
+    return " ".join(named or (f"all, as {name}" for name in rest)) or "none"
