@@ -70,8 +70,8 @@ class TextWorld:
         Args:
             folder: of the games.
             seed: of the first game; they count from it.
-            settings: of `textworld.GameOptions`, of which two rooms, three objects and a quest of two commands are
-                the default here.
+            settings: of `textworld.GameOptions`. The default here is two rooms, three objects and a quest of two
+                commands.
         """
         textworld, rows = library("textworld", "textworld"), []
         settings = {"nb_rooms": 2, "nb_objects": 3, "quest_length": 2, **settings}
@@ -144,7 +144,7 @@ def _started(game: str) -> Any:
     textworld = library("textworld", "textworld")
     if not Path(game).with_suffix(".json").exists() or not Path(game).exists():
         raise ConfigError(
-            f"the game {game} is no file, or has no .json file of TextWorld beside it, which tells its facts and "
+            f"the game {game} is no file, or has no .json file of TextWorld next to it, which tells its facts and "
             f"admissible commands. Give a .z8 game that `tw-make` or TextWorld.rows made."
         )
     with _ONE_AT_A_TIME:

@@ -28,10 +28,10 @@ class TRLTools:
     """Base of classes that play an environment of TRL as an agent's.
 
     A turn calls tools as Hermes and Qwen write them, `<tool_call>{"name": .., "arguments": {..}}</tool_call>`, or as
-    that JSON alone. As in TRL's loop, a turn that calls no tool is the agent's answer and ends the episode, and what a
-    tool raises is told to the agent; such a turn is invalid, and so is one with an unknown tool or broken JSON. The
-    first observation is what TRL's `reset` returns and the schemas of the tools. The score is `get_reward()`, asked
-    once, when the episode is over; without that method there is none.
+    that JSON alone. As in TRL's loop, a turn without a call is the agent's answer and ends the episode, and the agent
+    is told what a tool raises. Such a turn is invalid, like one with an unknown tool or broken JSON. The first
+    observation is what TRL's `reset` returns and the schemas of the tools. The score is `get_reward()`, asked once,
+    when the episode is over; without that method there is none.
 
     Attributes:
         factory: class or function that makes the environment, as TRL's `environment_factory` takes it.

@@ -10,13 +10,13 @@ Name the class where a method wants an environment. `Wordle.rows(100)` are rows 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
+from unittest import mock
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.environments.libraries import answered, library
@@ -150,7 +150,8 @@ _LOADING = threading.Lock()
 def _load(cls: Any) -> Any:
     _library()
     try:
-        with _signals_kept():
+        # it takes SIGINT and SIGTERM for itself, which the trainer needs, and fails where it is not in the main thread
+        with mock.patch.object(signal, "signal", lambda number, handler: signal.getsignal(number)):
             return cls.make()
     except Exception as e:
         raise ConfigError(f"the environment of {cls.__name__} cannot be made: {type(e).__name__}: {e}") from e
@@ -164,18 +165,6 @@ def _library() -> Any:
             f"asks the model over HTTP. Install a version before: pip install 'verifiers<0.4'."
         )
     return vf
-
-
-@contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """An environment of verifiers takes SIGINT and SIGTERM for itself, which the trainer needs."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in kept.items():
-                signal.signal(number, handler)
 
 
 @functools.cache

@@ -14,9 +14,11 @@ import torch
 from datasets import Dataset
 
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.requests import Call
 from rl_plugins.environments import Gymnasium, TextWorld, TRLTools, Verifiers
 from rl_plugins.kit.agents import Observation
 from rl_plugins.kit.agents.environment import check_environment
+from rl_plugins.kit.threads import run_calls
 from rl_plugins.lab.demo.policy import build_model, build_tokenizer
 
 pytestmark = pytest.mark.real
@@ -364,5 +366,8 @@ def test_what_verifiers_refuses():
         with pytest.raises(ConfigError, match=named):
             check_environment(kind)
         assert signal.getsignal(signal.SIGTERM) is before
+    threaded = type("Threaded", (Numbers,), {})
+    (called,) = run_calls([Call(threaded._loaded, (), name="an environment made outside the main thread")])
+    assert not called.error
     with pytest.raises(ConfigError, match="Numbers.rows"):
         Numbers().reset({"prompt": "x"})
