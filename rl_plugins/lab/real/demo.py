@@ -174,11 +174,11 @@ def config(size: Size, data: Path, methods: Sequence[str], gpu: bool, long: bool
         "per_device_eval_batch_size": size.held_out,
         "num_generations_eval": 1,
         "save_strategy": "steps",
-        "save_steps": 4,
+        "save_steps": max(1, steps // 4),
         "save_total_limit": 1,
         **settings.suited(methods),
     }
-    return values | ({"use_cpu": False, "bf16": True, "save_steps": 50, "eval_steps": steps // 4} if gpu else {})
+    return values | ({"use_cpu": False, "bf16": True, "eval_steps": steps // 4} if gpu else {})
 
 
 def costs(waiting: int, jobs: int, size: Size, gpu: bool, longer: float) -> list[str]:
