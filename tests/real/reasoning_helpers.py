@@ -1,5 +1,5 @@
-"""What methods ask of a user beside rewards, by rule for the tasks of `shallow_policy.py`: environments, judges, scores of
-reasoning steps, embeddings, an advisor, more columns."""
+"""What methods ask of a user beside rewards, by rule for the tasks of `shallow_policy.py`: environments, judges, scores
+of reasoning steps, embeddings, an advisor, more columns."""
 
 from __future__ import annotations
 
@@ -60,8 +60,10 @@ class Tool:
         pass
 
 
-def episode_score(score: Any, **columns: Any) -> list[float]:
-    """Of the environment."""
+def episode_score(completions: Any, score: Any = None, **columns: Any) -> list[float]:
+    """Of the environment; in a run without one, of the text."""
+    if score is None:
+        return reasoning_gym.solved(completions, **columns)
     return [0.0 if value is None or value != value else float(value) for value in score]
 
 

@@ -9,7 +9,7 @@ import gc
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ import reasoning_helpers as helpers
 import torch
 from datasets import Dataset
 from shallow_policy import TOOL, shallow_policy
-from transformers import set_seed
+from transformers import AutoModelForCausalLM, set_seed
 from transformers.trainer_callback import PrinterCallback
 
 from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.method import Bundle, Idle
+from rl_plugins.core.method import Idle
 from rl_plugins.environments import reasoning_gym
 from rl_plugins.methods.swarm_sapo import Files, Package
 from rl_plugins.methods.swarm_sapo.packages import written_files
@@ -33,8 +33,8 @@ PROMPTS, GROUP = 4, 4
 TEXT: dict[str, Any] = {
     "per_device_train_batch_size": PROMPTS * GROUP,
     "num_generations": GROUP,
-    "max_steps": 2,
-    "max_completion_length": 12,
+    "max_steps": 1,
+    "max_completion_length": 8,
     "learning_rate": 0.3,
     "optim": "sgd",
     "lr_scheduler_type": "constant",
@@ -48,8 +48,9 @@ TEXT: dict[str, Any] = {
     "dataloader_pin_memory": False,
     "seed": 0,
 }
-UPDATES = {"num_iterations": 2, "max_steps": 4, "learning_rate": 2.0}
-AGENT = {"max_completion_length": 64}
+UPDATES = {"num_iterations": 2, "max_steps": 2, "learning_rate": 4.0}
+AGENT = {"max_completion_length": 44, "per_device_train_batch_size": 2 * GROUP}
+WHOLE = {"per_device_train_batch_size": PROMPTS * GROUP}
 PLAY = {"turn_control": {"environment": helpers.Tool, "limit": 3, "turn_tokens": 16, "remind_from": 0}}
 
 
@@ -65,9 +66,8 @@ class Arm:
         rewards: of both runs.
         tool: whether the system prompt asks for the tool.
         refused: words of the error that is expected, empty if the run shall go.
-        why: the reason why the method cannot act in TRL on a causal language model, for the table.
-        same_weights: the reason why the weights are not to differ.
-        signs: its metric that shows the act; empty: any of its own.
+        why: the reason, for the table.
+        not_applicable: it is for another kind of policy.
     """
 
     beside: tuple[str, ...] = ()
@@ -78,8 +78,12 @@ class Arm:
     tool: bool = False
     refused: str = ""
     why: str = ""
-    same_weights: str = ""
-    signs: str = ""
+    not_applicable: bool = False
+
+    @property
+    def key(self) -> Any:
+        """What a run without the method shares with others."""
+        return self.beside, tuple(sorted(self.options.items())), self.rewards, self.tool
 
 
 def replayed(**more: Any) -> Arm:
@@ -99,8 +103,8 @@ def agent(*beside: str, params: Any = None, **more: Any) -> Arm:
     )
 
 
-MASKED = Arm(refused="masked", why="decodes masked diffusion models, and this one is causal")
-IMAGES = Arm(refused="diffusion", why="makes samples of diffusion policies")
+MASKED = Arm(refused="masked", why="decodes masked diffusion models, and this one is causal", not_applicable=True)
+IMAGES = Arm(refused="diffusion", why="makes samples of diffusion policies", not_applicable=True)
 AHEAD = Arm(refused="areal_admission", why="generation runs ahead of training in verl's asynchronous modes only")
 EPISODES = dict(options=AGENT, rewards=("episode_score",), tool=True)
 TREE = {"branch_text_rollout": {"places": [0, 1, 2]}}
@@ -109,6 +113,7 @@ STEPS = {
     "ui_s1_rollout": {"match": helpers.same_answer, "max_steps": 2},
     "ui_s1": {"rows_per_rollout": 2, "filter_by": "none"},
 }
+UPDATED = Arm(options=UPDATES, rewards=("solved", "brief"))
 ARMS: dict[str, Arm] = {
     "adhint_advantages": Arm(beside=("adhint_rollouts",)),
     "adhint_gradients": Arm(beside=("adhint_rollouts",)),
@@ -123,7 +128,7 @@ ARMS: dict[str, Arm] = {
         },
         **{**EPISODES, "options": {**AGENT, **UPDATES}},
     ),
-    "aepo_clip": Arm(options=UPDATES),
+    "aepo_clip": UPDATED,
     "aepo_rollout": Arm(
         params={
             "aepo_rollout": {
@@ -135,7 +140,7 @@ ARMS: dict[str, Arm] = {
         },
         **EPISODES,
     ),
-    "april": Arm(params={"april": {"over_sampling": 2.0}}),
+    "april": Arm(params={"april": {"over_sampling": 2.0}}, options={"max_steps": 2}),
     "areal": AHEAD,
     "areal_admission": AHEAD,
     "arrol": Arm(params={"arrol": {"detect_tokens": 2, "cold_start": 1, "fit_steps": 5}}),
@@ -155,7 +160,7 @@ ARMS: dict[str, Arm] = {
     ),
     "dars": Arm(params={"dars": {"n_first": 2, "n_max": 8}}),
     "dars_b": Arm(params={"dars": {"n_first": 2, "n_max": 8}}, options=UPDATES),
-    "dars_breadth": Arm(options=UPDATES),
+    "dars_breadth": UPDATED,
     "dart": agent(options={"max_steps": 3}),
     "dart_advantages": agent(),
     "dart_entropy": agent(),
@@ -185,7 +190,7 @@ ARMS: dict[str, Arm] = {
         },
         options=UPDATES,
     ),
-    "echo_clip": Arm(options=UPDATES),
+    "echo_clip": UPDATED,
     "echo_labels": Arm(params={"echo_labels": {"n_votes": 6, "extract": reasoning_gym.answer_of}}),
     "echo_tree": Arm(params={"echo_tree": {"entropy_delta_threshold": -9.0}}),
     "econprover": Arm(params={"difficulty_slices": {"heads": 2, "refresh": 1}}),
@@ -207,14 +212,14 @@ ARMS: dict[str, Arm] = {
     "m_grpo": Arm(
         beside=("m_grpo_rollout",),
         params=TEAM,
-        options=AGENT,
+        options=AGENT | WHOLE,
         tool=True,
     ),
-    "m_grpo_ratio": Arm(options=UPDATES),
+    "m_grpo_ratio": UPDATED,
     "m_grpo_rollout": Arm(
         after=("m_grpo",),
         params=TEAM,
-        options=AGENT,
+        options=AGENT | WHOLE,
         tool=True,
     ),
     "mdlm": MASKED,
@@ -222,7 +227,7 @@ ARMS: dict[str, Arm] = {
     "mssr": Arm(options={"beta": 0.04}),
     "mssr_baseline": Arm(options={"beta": 0.04}),
     "mssr_prompts": Arm(options={"beta": 0.04}),
-    "ppo_million": Arm(options=UPDATES),
+    "ppo_million": UPDATED,
     "ps_grpo": Arm(),
     "rollart": AHEAD,
     "rollart_redundancy": agent(),
@@ -234,7 +239,7 @@ ARMS: dict[str, Arm] = {
                 "attempts": 4,
                 "keep": 2,
                 "votes": 2,
-                "summary_tokens": 16,
+                "summary_tokens": 8,
                 "judge_tokens": 8,
             }
         },
@@ -263,11 +268,14 @@ ARMS: dict[str, Arm] = {
 
 
 def arm_of(name: str) -> Arm:
-    if name in ARMS:
-        return ARMS[name]
-    found = registry.load(name)
-    example = {} if isinstance(found, Bundle) else dict(card_file(found).example_params)
-    return Arm(params={name: example} if example else {})
+    """Two batches where a method learns from one for the next, else one."""
+    parts = registry.select([name]).classes
+    arm = ARMS.get(name) or Arm(params={part: dict(card_file(cls).example_params) for part, cls in parts.items()})
+    if "max_steps" in arm.options or not any(
+        {"observe", "select_prompts"} & set(cls.claims()) for cls in parts.values()
+    ):
+        return arm
+    return replace(arm, options={**arm.options, "max_steps": 2})
 
 
 @dataclass
@@ -309,6 +317,12 @@ def make(folder: Path, methods: Sequence[str], arm: Arm, **changes: Any) -> Any:
     if "swarm_sapo" in params:
         params["swarm_sapo"]["exchange"] = str(swarm(folder))
     more = {name: changes.pop(name) for name in ("peft_config", "model") if name in changes}
+    rows = changes.pop("dataset", None) or Dataset.from_list(
+        helpers.with_columns(24, TOOL if arm.tool else reasoning_gym.SYSTEM)
+    )
+    if "model" not in more:
+        more["model"] = AutoModelForCausalLM.from_pretrained(shallow_policy())
+        more["model"].get_input_embeddings().weight.requires_grad_(False)  # half of the time of a step
     args = GRPOConfig(
         output_dir=str(folder / "out"),
         methods=list(methods),
@@ -317,10 +331,9 @@ def make(folder: Path, methods: Sequence[str], arm: Arm, **changes: Any) -> Any:
     )
     set_seed(0)
     trainer = GRPOTrainer(
-        model=more.pop("model", None) or str(shallow_policy()),
         reward_funcs=rewards_of(arm.rewards),
         args=args,
-        train_dataset=Dataset.from_list(helpers.with_columns(24, TOOL if arm.tool else reasoning_gym.SYSTEM)),
+        train_dataset=rows,
         **more,
     )
     trainer.remove_callback(PrinterCallback)
@@ -367,7 +380,7 @@ def outcome(name: str, folder: Path, baselines: dict[Any, Run]) -> dict[str, Any
         try:
             make(folder, methods, arm)
         except ConfigError as error:
-            kind = "not applicable" if arm is not AHEAD else "refused"
+            kind = "not applicable" if arm.not_applicable else "refused"
             return {"method": name, "outcome": kind, "why": arm.why, "error": str(error)}
         return {"method": name, "outcome": "not refused"}
     run = train(folder, methods, arm)
@@ -375,15 +388,14 @@ def outcome(name: str, folder: Path, baselines: dict[Any, Run]) -> dict[str, Any
     own = {f"{part}/{key}": v for part in parts for key, v in run.of(part).items()}
     moved = {key: v for key, v in own.items() if any(x and math.isfinite(x) for x in v)}
     idle = [part for part, signs in idle_signs(name).items() if any(_idle(sign, run.of(part)) for sign in signs)]
-    key = (arm.beside, tuple(sorted(arm.options.items())), arm.rewards, arm.tool)
-    if key not in baselines:
-        baselines[key] = train(folder / "baseline", list(arm.beside), arm)
-    base = baselines[key]
+    if arm.key not in baselines:
+        baselines[arm.key] = train(folder / "baseline", arm.beside, arm)
+    base = baselines[arm.key]
     size = float(base.update.norm())
     difference = float((run.after - base.after).norm())
     return {
         "method": name,
-        "outcome": "acted" if moved and not idle and difference > 0 else "idle",
+        "outcome": "acted" if moved and not idle and difference > 1e-4 * size else "idle",
         "beside": list(arm.beside),
         "idle": idle,
         "metrics": {key: round(sum(v) / len(v), 6) for key, v in moved.items()},
