@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+import types
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from messages import raises
 
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.rollouts import PlanRow
 from rl_plugins.lab.quality.drive import Driver, Variant
+from rl_plugins.lab.quality.variants import variants_of
 from rl_plugins.lab.quality.worlds.chain import Chain
 from rl_plugins.lab.quality.worlds.processes import agents, sequences
 from rl_plugins.lab.quality.worlds.tables import table
 from rl_plugins.tools.gradient_quality import Table, break_even, progress_at, quality, read_pool, write_pool
+from rl_plugins.tools.gradient_quality.sketch import CountSketch, score_sketches
 
 
 def tiny(prompts=3, answers=3, dims=4, seed=0):
@@ -172,6 +178,37 @@ def test_old_rollouts_weighted_by_exact_ratios_have_the_exact_gradient_as_their_
     assert (made.age == 3).all()
 
 
+def test_a_program_makes_rollouts_of_the_worlds_own_distribution():
+    world = sequences(2, prompts=3, dims=5)
+    driver = Driver(world, Variant("branch", {"branch_text_rollout": {"places": [0, 1, 2]}}), 24, 0)
+    rows, made, notes = driver.player.play([PlanRow(i % 3, i, 8) for i in range(240)])
+    assert [r.group for r in rows] == np.repeat(np.arange(240), 8).tolist()
+    prompt = np.array([r.prompt_index for r in rows])
+    rate = [made.rewards[prompt == p].mean() for p in range(3)]
+    np.testing.assert_allclose(rate, world.pass_rate, atol=0.09)  # eight rollouts share their beginnings
+    row = (world.scores[made.piece] * made.mask[..., None]).sum(1)
+    found = (made.rewards * row).mean(0)
+    assert np.abs(found - world.targets["reward"]).max() < 0.1
+    assert len(notes["branches"]) == len(rows) and not made.forced.any()
+
+
+def test_forced_tokens_are_told_and_have_no_sampling_probability():
+    world = sequences(2, prompts=6, dims=5)
+    (variant,) = (v for v in variants_of("sequences", world, 32) if v.label == "adhint")
+    driver = Driver(world, variant, 32, 0)
+    _, made, _ = driver.player.play([PlanRow(i, i, 8) for i in range(6)])
+    assert made.forced.any() and (np.isnan(made.sampled) == made.forced).all()
+    assert not (made.forced & ~made.mask).any()
+    for i in made.forced.any(1).nonzero()[0]:  # the hint is the beginning of the reference
+        hint = made.forced[i].sum()
+        text, reference = world.texts(np.array([0]), take(made, [i]))[0], world.columns["reference"][i // 8]
+        assert made.forced[i, :hint].all() and text[:hint] == reference[:hint]
+
+
+def take(answers, rows):
+    return dataclasses.replace(answers, piece=answers.piece[rows], length=answers.length[rows])
+
+
 def test_rows_of_a_pool_are_weighted_by_tokens_and_refuse_methods_that_read_tokens(tmp_path):
     rng = np.random.default_rng(0)
     score, rewards = rng.normal(size=(4, 6, 5)), rng.integers(2, size=(4, 6, 1)).astype(float)
@@ -191,6 +228,44 @@ def test_rows_of_a_pool_are_weighted_by_tokens_and_refuse_methods_that_read_toke
     assert made.tokens == answers.length.sum()
     with raises(ConfigError, "reads tokens"):
         Driver(world, Variant("d3s", {"d3s": {}}, group=4), 8, 0)
+
+
+class Bigram(torch.nn.Module):
+    """Logits of the next token by the last one, for sketches of its score functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(5, 5, generator=torch.Generator().manual_seed(0)))
+        self.unused = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, ids):
+        return types.SimpleNamespace(logits=self.table[ids])
+
+
+def test_score_sketches_are_sketches_of_the_gradients_of_log_probs():
+    model = Bigram()
+    prompts, completions = [[0, 1], [0, 1], [2], [0, 1]], [[3, 4], [2], [1, 1, 1], [3, 4]]
+    found = score_sketches(model, prompts, completions, 16, seed=3)
+    sketch = CountSketch(28, 16, seed=3)
+    prob = model.table.detach().softmax(-1)
+    for row, prompt, completion in zip(found, prompts, completions, strict=True):
+        gradient = torch.zeros(5, 5)
+        for before, token in itertools.pairwise([prompt[-1], *completion]):
+            gradient[before] += torch.eye(5)[token] - prob[before]
+        torch.testing.assert_close(row, sketch(torch.cat([gradient.reshape(-1), torch.zeros(3)])))
+    assert model.table.grad is None and not torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], found[3])
+
+
+def test_sketches_keep_inner_products_within_their_stated_error():
+    stream = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 400, generator=stream)
+    b = b + 0.5 * a
+    exact = float(a @ b)
+    found = torch.stack([CountSketch(400, 64, seed=i)(a) @ CountSketch(400, 64, seed=i)(b) for i in range(400)])
+    error = float(found.std())
+    assert float(found.mean()) == pytest.approx(exact, abs=4 * error / 20)
+    assert error < math.sqrt(2 / 64) * float(a.norm() * b.norm())
 
 
 # ---- what papers say, where it is arithmetic

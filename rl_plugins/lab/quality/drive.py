@@ -15,6 +15,7 @@ from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.estimators import Scale, batch_std, grpo_advantages
 from rl_plugins.core.losses import TRL_AGGREGATION, aggregate, ppo_clip, weighted_logprob
 from rl_plugins.core.rollouts import PlanRow, Rollouts, Rows, Terms, TokenIds, Tokens, TurnTable, weighted_reward
+from rl_plugins.lab.quality.programs import Player
 from rl_plugins.runtime import update
 from rl_plugins.runtime.decide import Decision, decide
 from rl_plugins.runtime.metrics import combine
@@ -105,7 +106,8 @@ class Driver:
         columns = {"prompt": [f"question {i}" for i in range(self.prompts)], **world.columns}
         self.dataset = _Dataset(columns)
         self.stack = build_stack(list(variant.methods), dict(variant.methods), seed)
-        if lacks := [n for n in self.stack.needs if n.startswith("column:") and n[7:] not in columns]:
+        brought = set[str]().union(*(m.brings for m in self.stack.methods))
+        if lacks := [n for n in self.stack.needs - brought if n.startswith("column:") and n[7:] not in columns]:
             raise ConfigError(f"{world.name} has no {', '.join(sorted(lacks))}, which {variant.label} needs.")
         if world.entropies is None and (self.stack.reads_tokens or self.stack.claimed("policy_loss", "regularize")):
             raise ConfigError(f"{world.name} has rows without tokens, and {variant.label} reads tokens.")
@@ -126,6 +128,8 @@ class Driver:
         )
         self.stack.check(run)
         self.stack.start(run)
+        self.player = Player(self.stack, world, seed) if self.stack.claims["rollout"] else None
+        self.notes: Mapping[str, Any] = {}
         options: dict[str, Any] = {}
         for m in self.stack.methods:
             options |= m.host_options.get("trl", {})
@@ -161,6 +165,9 @@ class Driver:
         while rows:
             if any(r.given or r.prefix or r.edit or r.max_tokens or r.max_turns for r in rows):
                 raise ConfigError(f"{v.label} plans completions, prefixes, edits or limits, and no world obeys them.")
+            if self.player is not None:
+                planned, answers, self.notes = self.player.play(rows)
+                return planned, _numbers(planned, "group"), _numbers(planned, "prompt_index"), answers
             new = [r for r in rows for _ in range(r.n + r.spare)]
             planned += new
             parts.append(self.world.draw(_numbers(new, "prompt_index"), _numbers(new, "group"), self.rng))
@@ -183,7 +190,10 @@ class Driver:
             texts = self.world.texts(prompt, answers)
             more |= {name: texts for name in ("text", "raw_text") if name in stack.needs}
         columns = [need[7:] for need in stack.needs if need.startswith("column:")]
-        more["meta"] = {name: [self.dataset[name][p] for p in prompt.tolist()] for name in columns}
+        of_dataset = {
+            n: [self.dataset[n][p] for p in prompt.tolist()] for n in columns if n in self.dataset.column_names
+        }
+        more["meta"] = {**of_dataset, **self.notes}
         if "token_ids" in stack.needs:
             pieces = torch.from_numpy(answers.piece)
             one = [torch.tensor([p]) for p in prompt.tolist()]
@@ -224,7 +234,7 @@ class Driver:
             turn=torch.arange(len(row)) if "turns" in self.stack.needs else None,
             advantages=torch.zeros(len(row), dtype=torch.float64),
             keep=torch.ones(len(row), dtype=torch.bool),
-            forced=torch.zeros(len(row), dtype=torch.bool),
+            forced=torch.from_numpy(np.zeros_like(mask) if answers.forced is None else answers.forced)[mask],
             version=rollouts.version[row],
             old_logprobs=token(self._old(answers)[mask]),
             rollout_logprobs=token(answers.sampled[mask]),
@@ -281,6 +291,7 @@ class Driver:
         zero = np.zeros(answers.piece.shape)
         given = (answers.logprobs, answers.sampled, self._old(answers)) if known else (zero, zero, zero)
         now, sampled, old = (torch.from_numpy(np.asarray(x))[rows].double() for x in given)
+        sampled = torch.where(torch.isnan(sampled), old, sampled)
         if decision.old_logprobs is not None:
             old = padded(decision.old_logprobs).double()
         flat, rowwise = decision.advantages, decision.row_advantages[rows][:, None].expand(live.shape)

@@ -55,7 +55,10 @@ def jobs(worlds: Sequence[str], methods: Sequence[str], seeds: Iterable[int], si
     labels: dict[tuple[str, int], list[str]] = {}
     for name in worlds:
         for rollouts in sizes:
-            found = variants_of(name, _world(name, 0), rollouts)
+            world = _world(name, 0)
+            if rollouts // 8 > len(world.pass_rate) // 2:
+                continue  # a pool of few prompts: a batch would be most of them
+            found = variants_of(name, world, rollouts)
             kept = [v for v in found if not methods or v.label == BASELINE or set(methods) & set(v.methods)]
             labels[name, rollouts] = [v.label for v in kept]
     return [  # by seed: after each of them there is something to look at
@@ -63,7 +66,7 @@ def jobs(worlds: Sequence[str], methods: Sequence[str], seeds: Iterable[int], si
         for seed in seeds
         for name in worlds
         for rollouts, batches in sizes.items()
-        for label in labels[name, rollouts]
+        for label in labels.get((name, rollouts), ())
     ]
 
 

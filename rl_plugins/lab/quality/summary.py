@@ -42,7 +42,8 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
     places = []
     for (world, variant, rollouts), found in by.items():
         (methods,) = {tuple(r["methods"]) for r in found.values()}
-        place = {"world": world, "variant": variant, "rollouts": rollouts, "methods": list(methods)}
+        shown = Path(world).stem if world.endswith(".npz") else world
+        place = {"world": shown, "variant": variant, "rollouts": rollouts, "methods": list(methods)}
         if refused := next((r["refused"] for r in found.values() if "refused" in r), ""):
             places.append({**place, "refused": refused})
             continue

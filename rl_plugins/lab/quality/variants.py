@@ -92,6 +92,11 @@ SEQUENCES = [
     _one("dora_data"),
     _one("dars_breadth"),
     Variant("dapo: unequal groups only", {"brorl": {"norm_over": "none"}}),
+    Variant("branch_text", {"branch_text_rollout": {"places": [0, 1, 2]}, "branch_advantages": {}}),
+    Variant("branch_text, GRPO's advantages", {"branch_text_rollout": {"places": [0, 1, 2]}}),
+    _one("latr", lookahead=[1, 2]),
+    _one("echo_tree", min_depth=1, entropy_low=0.3, entropy_high=0.6, entropy_delta_threshold=0.0),
+    Variant("adhint", {"adhint_rollouts": {}, "adhint_advantages": {}, "adhint_gradients": {}}),
 ]
 UPDATES = [
     Variant(BASELINE),
@@ -124,7 +129,7 @@ AGENTS = [
     _one("dart_rollouts", warm=EPOCHS),
 ]
 
-_PROGRAM = "makes its rollouts with a program; no world serves programs yet"
+_PROGRAM = "its program plays tools, environments or turns, or reads hidden states; the trees of sequences have none"
 _GIVEN = "plans completions of older batches; the policy of a world does not move"
 _TEXT = "reads or edits texts, which no world has"
 _MASKED = "acts in masked diffusion; no world has it yet"
@@ -133,11 +138,9 @@ _ROWS = "a rollout is several rows; in all worlds it is one"
 _MANY = "acts over many steps on a moving policy, which one step does not show"
 _QUEUE = "decides which groups wait; what becomes of stale ones is in delay=n"
 ABSENT: Mapping[str, str] = {
-    **dict.fromkeys(("adhint_rollouts", "aepo_rollout", "arrol", "branch_rollout", "branch_text_rollout"), _PROGRAM),
-    **dict.fromkeys(("cleaner", "echo_tree", "latr", "rtv_pdr", "scope", "sol_rl_explore", "turn_control"), _PROGRAM),
-    **dict.fromkeys(("m_grpo_rollout", "ui_s1_rollout"), _PROGRAM),
-    **dict.fromkeys(("adhint_advantages", "adhint_gradients"), "needs rollouts of `adhint_rollouts`, a program"),
-    **dict.fromkeys(("branch_advantages", "branch_pruning"), "needs trees of `branch_text_rollout`, a program"),
+    **dict.fromkeys(("aepo_rollout", "arrol", "cleaner", "m_grpo_rollout", "rtv_pdr", "scope"), _PROGRAM),
+    **dict.fromkeys(("turn_control", "ui_s1_rollout"), _PROGRAM),
+    **dict.fromkeys(("branch_pruning", "branch_rollout", "sol_rl_explore"), "acts in diffusion; no world has it yet"),
     **dict.fromkeys(("dart_pool", "dora_reuse", "rollout_replay"), _GIVEN),
     **dict.fromkeys(("best_perm", "fission_grpo", "ps_grpo", "swarm_sapo", "xrpo_seeds"), _TEXT),
     "grpo_roc": "chooses among right rollouts by the quality of their text, which no world has",

@@ -29,6 +29,7 @@ class Answers:
         age: (rows,) versions between the two.
         state: (rows, time) what was observed before each turn; None without turns.
         turn_reward: (rows, time).
+        forced: (rows, time) bool, tokens that were put in the policy's place; None: none was.
     """
 
     piece: Array
@@ -40,6 +41,7 @@ class Answers:
     age: Array | None = None
     state: Array | None = None
     turn_reward: Array | None = None
+    forced: Array | None = None
 
 
 class World:
@@ -55,6 +57,7 @@ class World:
         columns: of the dataset, (prompts,) each.
         entropies, sum_squared_probs: (pieces,) of the distribution that a token is of; None where a piece is a row.
         old: policy of the old log-probs, unless a method asks for another: the one that is trained, or that sampled.
+        is_tree: answers are texts of letters whose probabilities are known one by one, so programs can be served.
     """
 
     name: str
@@ -67,6 +70,7 @@ class World:
     entropies: Array | None
     sum_squared_probs: Array | None
     old: str
+    is_tree: bool = False
 
     @property
     def targets(self) -> Mapping[str, Array]:
@@ -170,7 +174,7 @@ def write_pool(path: Path, score: Array, rewards: Array, right: Array, length: A
     Args:
         score: (prompts, rollouts, dims) gradient of each rollout's log-prob, sketched; kept as float16.
         rewards: (prompts, rollouts, functions). right: (prompts, rollouts) bool. length: (prompts, rollouts) tokens.
-        more: further arrays; `reward_names` names the functions.
+        more: `reward_names` of the functions, and `domain` of each prompt.
     """
     np.savez_compressed(path, score=score.astype(np.float16), rewards=rewards, right=right, length=length, **more)
 
@@ -198,4 +202,5 @@ def read_pool(path: Path) -> Table:
         data["length"].astype(np.int64) if "length" in data else np.ones(rewards.shape[:2], np.int64),
         tuple(names),
         (1.0,) * functions,
+        {"prior": rewards.sum(-1).mean(1).tolist()} | ({"domain": data["domain"].tolist()} if "domain" in data else {}),
     )

@@ -37,6 +37,7 @@ class Chain(World):
         turns: every action is a turn of an agent, and its state what was observed before.
         letters: of the actions, for texts.
         old: policy of the old log-probs, "trained" or "sampled".
+        is_tree: a state is a text of letters "a" and "b", and the third action ends it.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Chain(World):
     turns: bool = False
     letters: str = "ab."
     old: str = "trained"
+    is_tree: bool = False
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     reward_names: Sequence[str] = ("reward",)
     reward_weights: Sequence[float] = (1.0,)

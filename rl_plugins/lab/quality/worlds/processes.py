@@ -35,11 +35,12 @@ def sequences(seed: int, updates: int = 0, prompts: int = 512, dims: int = 64) -
     shape = (prompts, states, 3, 2)
     to, gain = np.broadcast_to(to[None, ..., None], shape), np.broadcast_to(gain[..., None], shape).astype(float)
     features = skilled(offset, to, gain, DEPTH, 0.0, rng, dims)
-    world = Chain("sequences", offset, features, np.zeros((1, dims)), to, gain, DEPTH)
+    reference = {"reference": references(offset, gain)}
+    world = Chain("sequences", offset, features, np.zeros((1, dims)), to, gain, DEPTH, is_tree=True, columns=reference)
     if not updates:
         return world
     path = drifted(world, updates, NATS_IN_BATCH, STEP_ROLLOUTS, seed)
-    return with_lag(world, path, updates, name=f"updates={updates}", old="sampled", oldest=True)
+    return with_lag(world, path, updates, name=f"updates={updates}", old="sampled", oldest=True, is_tree=False)
 
 
 def _right_texts(to: Array, offset: Array, want: Array, rng: np.random.Generator) -> Array:
@@ -66,6 +67,22 @@ def _right_texts(to: Array, offset: Array, want: Array, rng: np.random.Generator
     mass = np.take_along_axis((reach[..., None] * prob).reshape(prompts, -1), order, 1).cumsum(1)
     count = np.clip((mass < want[:, None]).sum(1), 1, int((to < 0).sum()))
     return np.asarray((np.argsort(order, axis=1) < count[:, None]).reshape(fit.shape))
+
+
+def references(offset: Array, gain: Array) -> list[str]:
+    """The likeliest right text of each prompt, without its end."""
+    prob = np.exp(offset) / np.exp(offset).sum(-1, keepdims=True)
+    reach = np.ones(offset.shape[:2])
+    for s in range(1, offset.shape[1]):
+        reach[:, s] = reach[:, (s - 1) // 2] * prob[:, (s - 1) // 2, (s - 1) % 2]
+    best = (reach[..., None] * prob * gain[..., 0]).reshape(len(offset), -1).argmax(1)
+    found = []
+    for s, letter in zip((best // 3).tolist(), (best % 3).tolist(), strict=True):
+        text = "ab"[letter] if letter < 2 else ""
+        while s:
+            text, s = "ab"[(s - 1) % 2] + text, (s - 1) // 2
+        found.append(text)
+    return found
 
 
 def agents(seed: int, prompts: int = 512, dims: int = 64) -> Chain:
