@@ -177,6 +177,8 @@ def batches(rows: int, names: Sequence[str], out: Path | None) -> dict[str, Any]
     `start`; `first`: its first batch; `batch`: the most of the others; `stage`: the most of the first batches of the
     parts that a schedule of it has.
     """
+    import scipy.stats  # noqa: F401  a method would in its first batch
+
     host.PROMPTS = rows
     found: dict[str, Any] = json.loads(out.read_text()) if out and out.exists() else {}
     for name in names or all_names():

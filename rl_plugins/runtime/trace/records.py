@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_plugins.core.errors import shortened
 from rl_plugins.core.estimators import grpo_advantages
-from rl_plugins.core.groups import Groups
+from rl_plugins.core.groups import Groups, count_true
 from rl_plugins.core.method import RowNote, TurnNote
 from rl_plugins.core.requests import ORIGIN, Kind
 from rl_plugins.core.rollouts import Jagged, Rollouts, Shape, TokenIds, weighted_reward
@@ -37,11 +37,12 @@ class Read:
         rows: name -> values of all rows.
         prompt, completion, kinds: row -> array, of its tokens and of what each token of the completion is.
         rewarded: (method, reward of each row) of every `rewards` hook that gave some.
-        stages: (name, (tokens,) advantages, of each row whether its tokens have the same).
+        stages: (name, (tokens,) advantages, their mean of each row, of each row whether its tokens have the same).
         origins: of each row, `rl_plugins.core.requests.BranchOrigin` as plain data or None.
         row_of_number: (group, number of the rollout in its program) -> row.
         turns: row -> its turns. turn_place: of each turn, its place among those of the rows that stayed, else -1.
-        left: (method, hook, (rows,) bool, (tokens,) bool) of what left. left_tokens: of each, tokens of every row.
+        left: (method, hook, of each row whether it left, (tokens,) bool array). left_tokens: of each, tokens of every
+            row.
         row_columns, token_columns: (name, values) of `shape`, of the rows and tokens that `select` left.
     """
 
@@ -71,7 +72,7 @@ class Read:
         }
         self.stages = self._stages()
         self.left = self._left()
-        self.left_tokens = [torch.bincount(t.row[gone], minlength=len(r)).tolist() for *_, gone in self.left]
+        self.left_tokens = [count_true(torch.from_numpy(gone), self.of_row.size).tolist() for *_, gone in self.left]
         self.whole: list[bool] = (torch.bincount(t.row[~t.keep], minlength=len(r)) == 0).tolist()
         self.rewarded = [
             (s.method, _numbers(s.result).tolist()) for s in batch.seen if s.hook == "rewards" and s.result is not None
@@ -93,7 +94,7 @@ class Read:
         kinds[(ids.completion.offsets[t.row] + t.position)[t.forced]] = int(Kind.FORCED)
         return kinds
 
-    def _stages(self) -> list[tuple[str, Tensor, list[bool]]]:
+    def _stages(self) -> list[tuple[str, Tensor, list[float], list[bool]]]:
         maker = next((s.method for s in self.batch.seen if s.hook == "advantages"), "")
         found = [(f"{maker}.advantages" if maker else "host", first_advantages(self.batch))]
         shaped = [s for s in self.batch.seen if s.hook == "shape" and isinstance(s.result, Shape)]
@@ -101,10 +102,12 @@ class Read:
         found += [(name, values) for name, values in after if values is not None]
         row, n = self.tokens.row, len(self.rollouts)
         first = torch.tensor(self.start)[row]
-        return [(m, v, (torch.bincount(row[v != v[first]], minlength=n) == 0).tolist()) for m, v in found]
+        same = [(torch.bincount(row[v != v[first]], minlength=n) == 0).tolist() for _, v in found]
+        return [(m, v, self.of_row.mean(v).tolist(), s) for (m, v), s in zip(found, same, strict=True)]
 
-    def _left(self) -> list[tuple[str, str, Tensor, Tensor]]:
-        """(method, hook, (rows,) bool, (tokens,) bool): what each hook took out that was still there."""
+    def _left(self) -> list[tuple[str, str, list[bool], Any]]:
+        """(method, hook, of each row whether it left, (tokens,) bool array): what each hook took out that was
+        still there."""
         r, t = self.rollouts, self.tokens
         rows, tokens = torch.ones(len(r), dtype=torch.bool), torch.ones(len(t), dtype=torch.bool)
         found = []
@@ -121,7 +124,7 @@ class Read:
             gone_tokens = (gone_tokens | gone_rows[t.row]) & tokens
             rows, tokens = rows & ~gone_rows, tokens & ~gone_tokens
             if bool(gone_rows.any()) or bool(gone_tokens.any()):
-                found.append((s.method, s.hook, gone_rows, gone_tokens))
+                found.append((s.method, s.hook, gone_rows.tolist(), gone_tokens.numpy()))
         return found
 
 
@@ -204,7 +207,10 @@ def _row(
         "token_left": _token_left(read, i, own, n),
         "grpo": rows["grpo"][i],
         "advantage": rows["advantage"][i],
-        "advantages": [_stage(name, values, same[i], own, spread) for name, values, same in read.stages]
+        "advantages": [
+            {"stage": name, "advantage": mean[i], "tokens": None if same[i] else spread(values)}
+            for name, values, mean, same in read.stages
+        ]
         if len(position)
         else [],
         **{name: spread(getattr(t, name)) for name in FLOAT_SIGNALS},
@@ -233,16 +239,11 @@ def _origin(read: Read, i: int, planned: Any) -> str:
     return "carried" if read.rows["version"][i] < read.rows["newest_version"][i] else "generated"
 
 
-def _stage(name: str, values: Tensor, same: bool, own: slice, spread: Callable[[Any], Any]) -> Record:
-    return {"stage": name, "advantage": float(values[own].mean()), "tokens": None if same else spread(values)}
-
-
 def _left_of(read: Read, i: int) -> list[Record]:
     found = []
     for (method, hook, rows, _), tokens in zip(read.left, read.left_tokens, strict=True):
-        gone = bool(rows[i])
-        if gone or tokens[i]:
-            count = read.rows["length"][i] if gone else tokens[i]
+        if rows[i] or tokens[i]:
+            count = read.rows["length"][i] if rows[i] else tokens[i]
             found.append({"method": method, "hook": hook, "tokens": count})
     return found
 
@@ -254,7 +255,7 @@ def _token_left(read: Read, i: int, own: slice, length: int) -> Any:
     full, number = np.full(length, schema.STAYS, np.int8), 0
     for (_, _, _, tokens), counts in zip(read.left, read.left_tokens, strict=True):
         if counts[i]:
-            full[read.position[own][tokens[own].numpy()]] = number
+            full[read.position[own][tokens[own]]] = number
             number += 1
     return full
 
