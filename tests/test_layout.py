@@ -13,6 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import yaml
 
 import rl_plugins
 
@@ -42,6 +43,7 @@ PUBLIC = [
     "rl_plugins.tools.audit",
     "rl_plugins.tools.disaggregated",
     "rl_plugins.tools.fusion",
+    "rl_plugins.tools.gradient_quality",
     "rl_plugins.tools.heads",
     "rl_plugins.tools.messages",
     "rl_plugins.tools.preferences",
@@ -111,6 +113,21 @@ def _imported(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name.partition(".")[0] for alias in node.names]
     return [node.module.partition(".")[0]] if isinstance(node, ast.ImportFrom) and node.module else []
+
+
+def test_workflows_of_the_forge_ask_for_what_there_is() -> None:
+    """Targets and variables of make, and sets of versions."""
+    makefile = (ROOT / "Makefile").read_text()
+    sets = tomllib.loads((ROOT / "tests" / "versions" / "environments.toml").read_text())
+    files = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    jobs = [job for f in files for job in yaml.safe_load(f.read_text())["jobs"].values()]
+    runs = [s["run"] for job in jobs for s in job["steps"] if s.get("run", "").startswith("make ")]
+    targets = {word for r in runs for word in re.sub(r"\${{.*?}}", "", r).split()[1:] if "=" not in word}
+    assert targets == {"lint", "test", "test-versions", "canary"}
+    assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
+    matrices = [job["strategy"]["matrix"] for job in jobs]
+    assert {name for m in matrices for name in m.get("environment", ())} <= set(sets)
+    assert all(f"$({e['variable']})" in makefile for m in matrices for e in m.get("include", ()))
 
 
 def test_no_two_test_files_have_one_name():

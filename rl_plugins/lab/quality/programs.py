@@ -15,7 +15,7 @@ from rl_plugins.core.rollouts import PlanRow
 from rl_plugins.runtime.programs import Running, run
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt
-from rl_plugins.tools.gradient_quality import Answers, World
+from rl_plugins.tools.gradient_quality import Answers
 
 END = 2  # the action
 
@@ -30,12 +30,11 @@ class Player:
         ConfigError: another world.
     """
 
-    def __init__(self, stack: MethodStack, world: World, seed: int) -> None:
+    def __init__(self, stack: MethodStack, world: Any, seed: int) -> None:
         if not world.is_tree:
             raise ConfigError(f"{world.name} serves no programs; sequences does.")
-        self.stack, self.seed = stack, seed
-        self.world: Any = world
-        self.prob = np.exp(self.world.logprobs_at(self.world.thetas[-1]))
+        self.stack, self.world, self.seed = stack, world, seed
+        self.prob = np.exp(world.logprobs_at(world.thetas[-1]))
         self.engine = TableEngine(self._next, self._reward, seed)
 
     def play(self, rows: Sequence[PlanRow]) -> tuple[list[PlanRow], Answers, Mapping[str, list[Any]]]:
