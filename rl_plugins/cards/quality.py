@@ -81,10 +81,11 @@ def ahead(sizes: Mapping[int, Any], base: Mapping[int, Any], target: str) -> str
         way = than
     low, high = break_even(way, a["noise"][0], than, b["noise"][0], n)
     if low == math.inf:
-        return "behind GRPO in batches of any size"
+        return "less progress than GRPO in batches of any size"
     if high < math.inf:
-        return f"ahead of GRPO in batches up to {high:,.0f} rollouts"
-    return f"ahead of GRPO in batches above {low:,.0f} rollouts" if low > 1 else "ahead of GRPO in batches of any size"
+        return f"more progress than GRPO in batches up to {high:,.0f} rollouts"
+    where = f"above {low:,.0f} rollouts" if low > 1 else "of any size"
+    return f"more progress than GRPO in batches {where}"
 
 
 def quality_lines(method: str) -> list[str]:

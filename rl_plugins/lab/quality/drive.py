@@ -33,7 +33,7 @@ NOW = 1000  # the newest version
 
 @dataclass(frozen=True)
 class Variant:
-    """Methods and what the host does beside them.
+    """Methods, and what the host does.
 
     Args:
         label: its name on the page.

@@ -51,7 +51,7 @@ def _world(name: str, seed: int) -> Any:
 
 
 def jobs(worlds: Sequence[str], methods: Sequence[str], seeds: Iterable[int], sizes: Mapping[int, int]) -> list[Job]:
-    """What is measured: all variants of these methods, and the baseline beside them; all without `methods`."""
+    """What is measured: all variants of these methods, and the baseline; all without `methods`."""
     labels: dict[tuple[str, int], list[str]] = {}
     for name in worlds:
         for rollouts in sizes:

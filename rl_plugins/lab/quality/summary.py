@@ -32,7 +32,7 @@ def interval(values: Sequence[float], errors: Sequence[float] = ()) -> Interval:
 
 
 def summary(records: Iterable[Record]) -> dict[str, Any]:
-    """What pages and cards say: a place per world, variant and size, each beside the baseline of the same seeds."""
+    """What pages and cards say: a place per world, variant and size, each with its ratio to the baseline."""
     by: dict[tuple[str, str, int], dict[int, Record]] = defaultdict(dict)
     for r in records:
         kept = by[r["world"], r["variant"], r["rollouts"]].get(r["seed"])

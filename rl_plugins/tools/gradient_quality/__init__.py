@@ -8,8 +8,8 @@ targets. `quality` compares estimates of the gradient with one of them:
     direction  cosine of E g^ and g: 1 is unbiased up to scale
     noise      E|g^ - E g^|^2 / |E g^|^2 of a batch with the given number of rollouts
 
-A method that is ahead at one batch size can be behind at another; `break_even` says where that changes. Nothing here
-knows methods: `rl_plugins.lab.quality` drives them.
+A method that makes more progress at one batch size can make less at another; `break_even` says where that changes.
+Nothing here knows methods: `rl_plugins.lab.quality` drives them.
 """
 
 from rl_plugins.tools.gradient_quality.quality import Figure, Quality, break_even, progress_at, quality

@@ -1,4 +1,4 @@
-"""Progress, direction and noise of gradient estimates, with intervals, and the batch size from which one is ahead."""
+"""Progress, direction and noise of gradient estimates, with intervals, and the batch sizes in which one is ahead."""
 
 from __future__ import annotations
 

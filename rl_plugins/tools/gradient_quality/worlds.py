@@ -21,7 +21,7 @@ class Answers:
 
     Attributes:
         piece: (rows, time) row of `World.scores` that holds the gradient of each token's log-prob.
-        mask: (rows, time) bool, False behind the end.
+        mask: (rows, time) bool, False after the end.
         length: (rows,) tokens; where a piece is a whole row, more than the mask has.
         rewards: (rows, functions) float64.
         logprobs: (rows, time) of the policy that is trained; None where pieces are whole rows.

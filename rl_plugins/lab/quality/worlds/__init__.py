@@ -1,4 +1,4 @@
-"""The worlds by name, made anew from a seed; a path of an .npz file is a stored pool."""
+"""The worlds by name, each made from a seed; a path of an .npz file is a stored pool."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Finite Markov decision processes with one policy for many prompts: exact gradients by dynamic programming.
 
-A prompt is a process with states 0..S-1, of which 0 is the first, and A actions in each. An action leads to one of two
-states, with the chances `1 - slip` and `slip`. The policy is log-linear: logits = offset + features . theta. A token is
-an action, so trees are language models over two letters, and small graphs are environments of agents.
+A prompt is a process with S states, numbered from 0, and A actions in each. State 0 is the first. An action leads
+to one of two states, with the chances `1 - slip` and `slip`. The policy is log-linear: logits = offset + features .
+theta. A token is an action, so trees are language models over two letters, and small graphs are environments of agents.
 """
 
 from __future__ import annotations
