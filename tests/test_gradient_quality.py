@@ -16,10 +16,10 @@ from messages import raises
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.rollouts import PlanRow
-from rl_plugins.lab.quality.drive import Driver, Variant
+from rl_plugins.lab.quality.drive import Driver, Variant, by_agent
 from rl_plugins.lab.quality.variants import variants_of
 from rl_plugins.lab.quality.worlds.chain import Chain
-from rl_plugins.lab.quality.worlds.processes import agents, sequences
+from rl_plugins.lab.quality.worlds.processes import agents, sequences, team
 from rl_plugins.lab.quality.worlds.tables import table
 from rl_plugins.tools.gradient_quality import Table, break_even, progress_at, quality, read_pool, write_pool
 from rl_plugins.tools.gradient_quality.sketch import CountSketch, score_sketches
@@ -203,6 +203,28 @@ def test_forced_tokens_are_told_and_have_no_sampling_probability():
         hint = made.forced[i].sum()
         text, reference = world.texts(np.array([0]), take(made, [i]))[0], world.columns["reference"][i // 8]
         assert made.forced[i, :hint].all() and text[:hint] == reference[:hint]
+
+
+def test_rows_of_agents_share_the_tokens_of_a_rollout():
+    world = team(0, prompts=6, dims=5)
+    prompt = np.arange(6).repeat(8)
+    whole = world.draw(prompt, prompt, np.random.default_rng(0))
+    planned, made, notes = by_agent([PlanRow(p, p, 8) for p in prompt.tolist()], whole)
+    of = (made.index == 0).cumsum() - 1  # the rollout of each row
+    assert [r.prompt_index for r in planned] == prompt[of].tolist()
+    total = np.zeros(whole.mask.shape, int)
+    np.add.at(total, of, made.mask)
+    np.testing.assert_array_equal(total, whole.mask)  # each token is in exactly one row
+    state = whole.piece // 3 % 5
+    for row in range(len(of)):
+        places = state[of[row]][made.mask[row]]
+        at = made.mask[row].nonzero()[0]
+        if notes["agent"][row] == "main":
+            assert made.index[row] == 0 and set(places) <= {0, 2, 4}
+            assert made.rewards[row, 0] == whole.rewards[of[row], 0]
+        else:
+            assert set(places) <= {1, 3} and (np.diff(at) == 1).all() and made.rewards[row, 0] == 1
+    assert (made.length == made.mask.sum(1)).all() and (made.index > 0).any()
 
 
 def take(answers, rows):

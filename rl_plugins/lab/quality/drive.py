@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -100,14 +100,16 @@ class Driver:
         self.rng = np.random.default_rng([seed, rollouts])
         self.prompts = len(world.pass_rate)
         self.count = rollouts // variant.group
-        self.budget = self.count * variant.group
         if self.count > self.prompts:
             raise ConfigError(f"{world.name} has {self.prompts} prompts; {rollouts} rollouts need {self.count}.")
         columns = {"prompt": [f"question {i}" for i in range(self.prompts)], **world.columns}
         self.dataset = _Dataset(columns)
         self.stack = build_stack(list(variant.methods), dict(variant.methods), seed)
+        self.budget = self.count * variant.group * self.stack.rows_per_rollout
         brought = set[str]().union(*(m.brings for m in self.stack.methods))
-        if lacks := [n for n in self.stack.needs - brought if n.startswith("column:") and n[7:] not in columns]:
+        if lacks := [
+            n for n in self.stack.needs - brought if n.startswith("column:") and n[7:] not in (*columns, "agent")
+        ]:
             raise ConfigError(f"{world.name} has no {', '.join(sorted(lacks))}, which {variant.label} needs.")
         if world.entropies is None and (self.stack.reads_tokens or self.stack.claimed("policy_loss", "regularize")):
             raise ConfigError(f"{world.name} has rows without tokens, and {variant.label} reads tokens.")
@@ -141,22 +143,25 @@ class Driver:
 
     def batch(self, measured: bool = True) -> Estimate:
         """The next batch; without its gradient unless it is `measured`."""
-        planned, group, prompt, answers = self._generate()
-        rollouts = self._rollouts(planned, group, prompt, answers)
+        planned, answers = self._generate()
+        generated = len(planned)
+        if "column:agent" in self.stack.needs:
+            planned, answers, self.notes = by_agent(planned, answers)
+        rollouts = self._rollouts(planned, answers)
         tokens = self._tokens(rollouts, answers) if self.stack.reads_tokens else None
         decision = decide(self.stack, rollouts, tokens, None, self._host_advantages, self.budget)
         self.stack.stats.update(combine([self.stack.metrics.take()]))
         gradient = self._gradient(decision, answers) if measured else np.zeros(self.world.scores.shape[1])
         signal = decision.trained & (decision.row_advantages != 0)
-        return Estimate(gradient, len(group), int(answers.length.sum()), int(signal.sum()))
+        return Estimate(gradient, generated, int(answers.length.sum()), int(signal.sum()))
 
     def warm(self) -> None:
         """Batches before the measurement."""
         for _ in range(int(np.ceil(self.variant.warm * self.prompts / self.count))):
             self.batch(measured=False)
 
-    def _generate(self) -> tuple[list[PlanRow], NDArray[np.int64], NDArray[np.int64], Answers]:
-        """Plan row, group and prompt of each rollout, group by group, and the rollouts."""
+    def _generate(self) -> tuple[list[PlanRow], Answers]:
+        """The plan row of each rollout, group by group, and the rollouts."""
         stack, v = self.stack, self.variant
         proposal = self.rng.choice(self.prompts, self.count, replace=False).tolist()
         plan = first_plan(stack, proposal, v.group, self.budget, self.prompts, self.dataset)
@@ -167,7 +172,7 @@ class Driver:
                 raise ConfigError(f"{v.label} plans completions, prefixes, edits or limits, and no world obeys them.")
             if self.player is not None:
                 planned, answers, self.notes = self.player.play(rows)
-                return planned, _numbers(planned, "group"), _numbers(planned, "prompt_index"), answers
+                return planned, answers
             new = [r for r in rows for _ in range(r.n + r.spare)]
             planned += new
             parts.append(self.world.draw(_numbers(new, "prompt_index"), _numbers(new, "group"), self.rng))
@@ -176,16 +181,14 @@ class Driver:
             told = self._weighted(np.concatenate([part.rewards for part in parts]))
             rows = rounds.more(torch.from_numpy(_numbers(planned, "group")), told)
         order = np.argsort(_numbers(planned, "group"), kind="stable")
-        planned = [planned[i] for i in order.tolist()]
-        return planned, _numbers(planned, "group"), _numbers(planned, "prompt_index"), _joined(parts, order)
+        return [planned[i] for i in order.tolist()], _joined(parts, order)
 
     def _weighted(self, rewards: NDArray[np.float64]) -> Tensor:
         return weighted_reward(torch.from_numpy(rewards), torch.tensor(self.world.reward_weights).double())
 
-    def _rollouts(
-        self, planned: list[PlanRow], group: NDArray[np.int64], prompt: NDArray[np.int64], answers: Answers
-    ) -> Rollouts:
+    def _rollouts(self, planned: list[PlanRow], answers: Answers) -> Rollouts:
         stack, more = self.stack, dict[str, Any]()
+        group, prompt = _numbers(planned, "group"), _numbers(planned, "prompt_index")
         if {"text", "raw_text"} & stack.needs:
             texts = self.world.texts(prompt, answers)
             more |= {name: texts for name in ("text", "raw_text") if name in stack.needs}
@@ -210,6 +213,11 @@ class Driver:
             batch=stack.batch,
             **more,
         ).replace(reward_names=tuple(self.world.reward_names))
+        if answers.index is not None:
+            index = torch.from_numpy(answers.index)
+            begun = torch.cumsum(index == 0, 0)
+            first = made.groups.rows(made.groups.min(begun.double())).long()
+            made = made.replace(index=index, rollout=begun - first)
         return made.replace(turns=_turns(answers)) if "turns" in stack.needs else made
 
     def _old(self, answers: Answers) -> NDArray[np.float64]:
@@ -345,6 +353,23 @@ def _joined(parts: list[Answers], order: NDArray[np.int64]) -> Answers:
     names = Answers.__dataclass_fields__
     given = {n: [getattr(p, n) for p in parts] for n in names if getattr(parts[0], n) is not None}
     return Answers(**{n: np.concatenate(values)[order] for n, values in given.items()})
+
+
+def by_agent(planned: list[PlanRow], answers: Answers) -> tuple[list[PlanRow], Answers, dict[str, list[str]]]:
+    """A row for the main agent of a rollout, and one for each call of its sub-agent: tokens in a row that it made. The
+    reward of a call is 1: it was well-formed. The column `agent` names the agent of a row."""
+    if answers.helper is None:
+        raise ConfigError("This world has no sub-agents.")
+    begins = answers.helper & ~np.pad(answers.helper, ((0, 0), (1, 0)))[:, :-1]
+    call = np.where(answers.helper, begins.cumsum(1), 0)  # 0: the main agent
+    rows = call.max(1) + 1
+    of = np.repeat(np.arange(len(call)), rows)
+    index = np.arange(len(of)) - (rows.cumsum() - rows)[of]
+    split = _joined([answers], of)
+    mask = split.mask & (call[of] == index[:, None])
+    rewards = np.where(index[:, None] == 0, split.rewards, 1.0)
+    made = replace(split, mask=mask, length=mask.sum(1), rewards=rewards, index=index)
+    return [planned[i] for i in of], made, {"agent": ["sub" if i else "main" for i in index]}
 
 
 def _turns(answers: Answers) -> TurnTable:

@@ -128,13 +128,17 @@ AGENTS = [
     _one("dart_entropy"),
     _one("dart_rollouts", warm=EPOCHS),
 ]
+TEAM = [
+    *HOST,
+    _one("m_grpo", loss="grpo", sub_per_rollout=4),
+    _one("m_grpo", "as in the code", sub_reward="outcome", align=False, ddof=1, std_eps=1e-6),
+]
 
 _PROGRAM = "its program plays tools, environments or turns, or reads hidden states; the trees of sequences have none"
 _GIVEN = "plans completions of older batches; the policy of a world does not move"
 _TEXT = "reads or edits texts, which no world has"
 _MASKED = "acts in masked diffusion; no world has it yet"
 _JUDGE = "asks a judge; no world has one yet"
-_ROWS = "a rollout is several rows; in all worlds it is one"
 _MANY = "acts over many steps on a moving policy, which one step does not show"
 _QUEUE = "decides which groups wait; what becomes of stale ones is in delay=n"
 ABSENT: Mapping[str, str] = {
@@ -147,7 +151,7 @@ ABSENT: Mapping[str, str] = {
     "training_free_grpo": "makes no gradient",
     **dict.fromkeys(("ass", "cj_grpo", "eoser"), _MASKED),
     **dict.fromkeys(("brpo", "fapo", "reward_audit"), _JUDGE),
-    **dict.fromkeys(("m_grpo", "ui_s1"), _ROWS),
+    "ui_s1": "learns from recorded trajectories, and no world has recorded ones",
     **dict.fromkeys(("epo", "ppo_million"), _MANY),
     **dict.fromkeys(("april", "areal_admission"), _QUEUE),
     **dict.fromkeys(("dart_length", "dora_length"), "sets limits of tokens or turns, which no world obeys"),
@@ -161,7 +165,7 @@ def variants_of(name: str, world: World, rollouts: int) -> Sequence[Variant]:
         return DELAY
     if name.startswith("updates"):
         return UPDATES
-    named: dict[str, list[Variant]] = {"sequences": SEQUENCES, "agents": AGENTS, "rewards": REWARDS}
+    named: dict[str, list[Variant]] = {"sequences": SEQUENCES, "agents": AGENTS, "team": TEAM, "rewards": REWARDS}
     if name in named:
         return named[name]
     rewards = world.rewards @ world.reward_weights  # type: ignore[attr-defined]  # the others are tables

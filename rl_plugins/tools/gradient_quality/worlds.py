@@ -30,6 +30,8 @@ class Answers:
         state: (rows, time) what was observed before each turn; None without turns.
         turn_reward: (rows, time).
         forced: (rows, time) bool, tokens that were put in the policy's place; None: none was.
+        helper: (rows, time) bool, tokens of a sub-agent; None: there is none.
+        index: (rows,) number of the row inside its rollout; None: every rollout is a row.
     """
 
     piece: Array
@@ -42,6 +44,8 @@ class Answers:
     state: Array | None = None
     turn_reward: Array | None = None
     forced: Array | None = None
+    helper: Array | None = None
+    index: Array | None = None
 
 
 class World:

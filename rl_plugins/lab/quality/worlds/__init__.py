@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from rl_plugins.core.errors import ConfigError, did_you_mean
-from rl_plugins.lab.quality.worlds.processes import agents, delayed, sequences
+from rl_plugins.lab.quality.worlds.processes import agents, delayed, sequences, team
 from rl_plugins.lab.quality.worlds.tables import KINDS, table
 from rl_plugins.tools.gradient_quality import World, read_pool
 
@@ -17,6 +17,7 @@ WORLDS: Mapping[str, Callable[[int], World]] = {
     "updates=4": partial(sequences, updates=4),
     "updates=16": partial(sequences, updates=16),
     "agents": agents,
+    "team": team,
     **{f"delay={lag}": partial(delayed, lag=lag) for lag in (0, 16, 64, 128)},
 }
 ABOUT: Mapping[str, str] = {
@@ -29,6 +30,7 @@ ABOUT: Mapping[str, str] = {
     "updates=4": "sequences, 4 optimizer steps after the batch was sampled",
     "updates=16": "sequences, 16 optimizer steps after the batch was sampled",
     "agents": "graphs of 5 places and 8 turns; states repeat",
+    "team": "the graphs of agents; in two of the places a sub-agent acts, which shares the policy",
     "delay=0": "chains of up to 24 tokens, rollouts of the newest policy",
     "delay=16": "the same chains; groups are 0 to 16 versions old",
     "delay=64": "the same chains; groups are 0 to 64 versions old",

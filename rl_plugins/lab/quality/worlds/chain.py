@@ -37,6 +37,7 @@ class Chain(World):
         turns: every action is a turn of an agent, and its state what was observed before.
         letters: of the actions, for texts.
         old: policy of the old log-probs, "trained" or "sampled".
+        helpers: states in which a sub-agent acts.
         is_tree: a state is a text of letters "a" and "b", and the third action ends it.
     """
 
@@ -53,6 +54,7 @@ class Chain(World):
     turns: bool = False
     letters: str = "ab."
     old: str = "trained"
+    helpers: tuple[int, ...] = ()
     is_tree: bool = False
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     reward_names: Sequence[str] = ("reward",)
@@ -151,6 +153,7 @@ class Chain(World):
             age=age,
             state=seen if self.turns else None,
             turn_reward=reward if self.turns else None,
+            helper=np.isin(seen, self.helpers) & mask if self.helpers else None,
         )
 
     def texts(self, prompt: Array, answers: Answers) -> list[str]:

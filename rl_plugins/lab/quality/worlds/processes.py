@@ -3,6 +3,7 @@
 sequences   all texts of up to 6 letters "a" and "b", "." ends: lengths differ, two letters decide, the others do not
 updates=n   sequences; the policy made n optimizer steps since it sampled the batch, whose old log-probs are kept
 agents      graphs of 5 places, the way out of the last one pays 1, 8 turns, one action in ten slips: states repeat
+team        the graphs of agents; in the second and fourth place a sub-agent acts, with rows of its own
 delay=n     graphs of 6 places with up to 24 tokens; a run of 128 steps was made, whose last policy is trained on
             groups that are 0 to n versions old, each number as likely
 """
@@ -88,6 +89,11 @@ def references(offset: Array, gain: Array) -> list[str]:
 def agents(seed: int, prompts: int = 512, dims: int = 64) -> Chain:
     """An environment with 8 turns."""
     return _graph("agents", seed, 5, 8, 0.1, prompts, dims, turns=True)
+
+
+def team(seed: int, prompts: int = 512, dims: int = 64) -> Chain:
+    """The same graphs; in two of the places a sub-agent acts, and each stay there is a call."""
+    return _graph("team", seed, 5, 8, 0.1, prompts, dims, helpers=(1, 3))
 
 
 def delayed(seed: int, lag: int) -> Chain:
