@@ -54,26 +54,28 @@ def lines_of(told: Mapping[str, Any], method: str) -> list[str]:
 
 
 def sentence(sizes: Mapping[int, Any], base: Mapping[int, Any], targets: Sequence[str]) -> str:
-    """Progress as a ratio to GRPO at each size, direction, noise, and the batches in which it is ahead."""
+    """Progress as a ratio to GRPO at each size, direction, noise, and the batches in which it makes more progress."""
     first, largest = targets[0], max(sizes)
-    parts = [
-        f"{ratio[0]:.2f} x GRPO's progress for {first} at {n:,} rollouts ({ratio[1]:.2f} to {ratio[2]:.2f})"
+    ratios = [
+        f"{ratio[0]:.2f} x GRPO's at {n:,} rollouts ({ratio[1]:.2f} to {ratio[2]:.2f})"
         for n, p in sizes.items()
         if (ratio := p["ratio"].get(first))
-    ] or [f"progress {100 * p['progress'][first][0]:.1f} % for {first} at {n:,} rollouts" for n, p in sizes.items()]
+    ] or [f"{100 * p['progress'][first][0]:.1f} % at {n:,} rollouts" for n, p in sizes.items()]
     way = sizes[largest]["direction"]
+    parts = [f"progress for {first} " + ", ".join(ratios)]
     parts.append("direction " + ", ".join(f"{way[t][0]:.2f} for {t}" for t in targets))
     if largest in base and "noise" in base[largest]:
-        parts.append(f"{sizes[largest]['noise'][0] / base[largest]['noise'][0]:.1f} x its noise")
-        parts += [f"{ahead(sizes, base, t)} for {t}" for t in targets[:2]]
+        more = {t: ahead(sizes, base, t) for t in targets[:2]}
+        told = more[first] + "".join(f", for {t} {said}" for t, said in more.items() if said != more[first])
+        parts.append(f"{sizes[largest]['noise'][0] / base[largest]['noise'][0]:.1f} x its noise: {told}")
     return "; ".join(parts) + "."
 
 
 def ahead(sizes: Mapping[int, Any], base: Mapping[int, Any], target: str) -> str:
     """The batches in which it makes more progress than GRPO, from direction and noise of the largest batch measured.
-    Directions whose intervals overlap count as equal."""
-    if all((ratio := p["ratio"].get(target)) and ratio[1] <= 1 <= ratio[2] for p in sizes.values()):
-        return "no difference from GRPO was seen"
+    Directions whose intervals overlap count as equal. Nothing is said unless a ratio differs from 1."""
+    if not any((ratio := p["ratio"].get(target)) and not ratio[1] <= 1 <= ratio[2] for p in sizes.values()):
+        return "no difference was seen"
     n = max(sizes)
     a, b = sizes[n], base[n]
     (way, *ends), (than, *others) = a["direction"][target], b["direction"][target]
@@ -81,11 +83,10 @@ def ahead(sizes: Mapping[int, Any], base: Mapping[int, Any], target: str) -> str
         way = than
     low, high = break_even(way, a["noise"][0], than, b["noise"][0], n)
     if low == math.inf:
-        return "less progress than GRPO in batches of any size"
+        return "less progress in batches of any size"
     if high < math.inf:
-        return f"more progress than GRPO in batches up to {high:,.0f} rollouts"
-    where = f"above {low:,.0f} rollouts" if low > 1 else "of any size"
-    return f"more progress than GRPO in batches {where}"
+        return f"more progress in batches up to {high:,.0f} rollouts"
+    return "more progress in batches " + (f"above {low:,.0f} rollouts" if low > 1 else "of any size")
 
 
 def quality_lines(method: str) -> list[str]:
