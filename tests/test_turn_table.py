@@ -12,8 +12,23 @@ from hypothesis import strategies as st
 from rl_plugins.core.errors import MethodError
 from rl_plugins.core.requests import Turn
 from rl_plugins.kit.agents.turns import Turns
-from rl_plugins.runtime.turn_table import spans, token_turns, turn_table
+from rl_plugins.runtime import turn_table as module
+from rl_plugins.runtime.turn_table import FlatTurns, spans
 from rl_plugins.testing import make_rollouts, make_tokens
+
+
+def turn_table(rollouts, turns):
+    return module.turn_table(rollouts, in_parts(turns))
+
+
+def token_turns(row, position, turns):
+    return module.token_turns(row, position, in_parts(turns))
+
+
+def in_parts(turns):
+    """As two ranks send them."""
+    half = len(turns) // 2
+    return FlatTurns.cat([FlatTurns.of(turns[:half]), FlatTurns.of(turns[half:])])
 
 
 @settings(deadline=None)  # a busy machine

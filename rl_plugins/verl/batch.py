@@ -25,13 +25,12 @@ from verl.workers.utils.padding import response_from_nested
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.estimators import Scale, batch_std, grpo_advantages
 from rl_plugins.core.groups import Groups, spread
-from rl_plugins.core.requests import Turn
 from rl_plugins.core.rollouts import Rollouts, weighted_reward
 from rl_plugins.runtime.decide import Decision, Selection, check_made, decide_advantages, select_rows
 from rl_plugins.runtime.idle import look_for_idle
 from rl_plugins.runtime.metrics import Partial, combine
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.runtime.turn_table import token_turns, turn_table
+from rl_plugins.runtime.turn_table import FlatTurns, token_turns, turn_table
 from rl_plugins.verl.capabilities import NESTED_COLUMNS
 from rl_plugins.verl.host import Batch, Columns, Tokenizer
 from rl_plugins.verl.prompts import COLUMN, FORCED, MADE, NUMBERS, UNKNOWN, Ranges
@@ -145,7 +144,7 @@ class Selected:
     selection: Selection
     number: Mapping[str, int]
     tokens: Tensor
-    turns: Sequence[tuple[Turn, ...]] | None
+    turns: FlatTurns | None
     versions: Mapping[str, Tensor] | None
     forced: Mapping[str, Ranges]
     unknown: Mapping[str, Ranges]
@@ -210,7 +209,7 @@ class Decisions:
             rows, batch, self.stack, self.rewards, self.tokenizer, now, self.published, self.steps_since
         )
         versions = token_versions(rows, rollouts) if "token_versions" in self.stack.needs_now else None
-        turns = read_turns(rows, self.tokenizer) if "turns" in self.stack.needs_now else None
+        turns = FlatTurns.of(read_turns(rows, self.tokenizer)) if "turns" in self.stack.needs_now else None
         if turns is not None:
             rollouts = rollouts.replace(turns=turn_table(rollouts, turns))
         selection = select_rows(self.stack, rollouts)

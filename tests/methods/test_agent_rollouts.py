@@ -17,7 +17,7 @@ from rl_plugins.methods.m_grpo import MGrpo
 from rl_plugins.methods.m_grpo_rollout.method import MGrpoRollout
 from rl_plugins.methods.ui_s1 import UiS1
 from rl_plugins.methods.ui_s1_rollout import UiS1Rollout
-from rl_plugins.runtime.turn_table import turn_table
+from rl_plugins.runtime.turn_table import FlatTurns, turn_table
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 from rl_plugins.tools.messages import Lineage, read_logs, replay
@@ -143,7 +143,7 @@ def test_rows_reach_the_advantages_of_ui_s1():
         rollout=torch.tensor([k for k, _, _ in flat]),
         index=torch.tensor([i for _, i, _ in flat]),
     )
-    made = made.replace(turns=turn_table(made, [row.turns for _, _, row in flat]))
+    made = made.replace(turns=turn_table(made, FlatTurns.of([row.turns for _, _, row in flat])))
     method = UiS1(UiS1.Params(filter_by="none"))
     start_stack(method)
     advantages = method.advantages(made)

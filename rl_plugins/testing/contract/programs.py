@@ -18,7 +18,7 @@ from rl_plugins.core.rollouts import PlanRow
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.programs import Running, run
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.runtime.turn_table import spans, token_turns, turn_table
+from rl_plugins.runtime.turn_table import FlatTurns, spans, token_turns, turn_table
 from rl_plugins.testing.contract.dataset import StoredDataset
 from rl_plugins.testing.contract.kit import BUDGET, GROUP_SIZE, GROUPS, PROMPTS, Kit, short_error
 from rl_plugins.testing.engine import EOS, TableEngine
@@ -289,7 +289,7 @@ def _check_decisions(kit: Kit, made: _Made) -> None:
     )
     own = {name: [row.meta.get(name) for row in rows] for name in noted}
     rollouts = rollouts.replace(meta={**rollouts.meta, **own})
-    turns = [tuple(row.turns) or spans(row.trained) for row in rows]
+    turns = FlatTurns.of([tuple(row.turns) or spans(row.trained) for row in rows])
     if "turns" in kit.needs:
         rollouts = rollouts.replace(turns=turn_table(rollouts, turns))
     trained = [torch.tensor(row.trained, dtype=torch.bool) for row in rows]

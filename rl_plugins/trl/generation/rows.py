@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from rl_plugins.core.groups import places, spread
-from rl_plugins.core.requests import ORIGIN, Kind, Turn
+from rl_plugins.core.requests import ORIGIN, Kind
 from rl_plugins.core.rollouts import Jagged, Rollouts, TokenIds, Tokens, weighted_reward
 from rl_plugins.runtime.preflight import no_row_has
-from rl_plugins.runtime.turn_table import spans, token_turns, turn_table
+from rl_plugins.runtime.turn_table import FlatTurns, spans, token_turns, turn_table
 from rl_plugins.trl.generation.programs import host_turns
 from rl_plugins.trl.generation.work import Row, Work, flat
 from rl_plugins.trl.host import HostRows, Trainer, tokenizer_of
@@ -97,7 +97,7 @@ class LocalRows:
         truncated: (rows,). advantages: (rows,) TRL's own. version, newest_version: (rows,) of its tokens.
         tokens: of these rows, where somebody reads them.
         ids: prompts and completions with what was read, where somebody reads them.
-        meta, turns, text, raw_text, messages: of each row, where somebody needs them.
+        turns: of these rows; meta, text, raw_text, messages: of each row, where somebody needs them.
     """
 
     length: Tensor
@@ -109,7 +109,7 @@ class LocalRows:
     tokens: LocalTokens | None = None
     ids: LocalIds | None = None
     meta: list[dict[str, Any]] | None = None
-    turns: list[tuple[Turn, ...]] | None = None
+    turns: FlatTurns | None = None
     text: list[str] | None = None
     raw_text: list[str] | None = None
     messages: list[Any] | None = None
@@ -163,7 +163,7 @@ def collect(
         )
     if "turns" in needs:  # as the program marked them, or as tools and environments of TRL tell them
         marked = [tuple(t.turns) or spans(t.trained) for t in trajectories]
-        turns = marked if programs else host_turns(trainer, real, made.tool_mask, ids)
+        turns = FlatTurns.of(marked if programs else host_turns(trainer, real, made.tool_mask, ids))
 
     def decoded(signal: str, special: bool) -> list[str] | None:
         if signal not in needs:
@@ -276,8 +276,9 @@ def rollouts_of(trainer: Trainer, work: Work, rewards: Tensor, parts: Sequence[L
     tokens = _tokens_of([p.length for p in parts], [p.tokens for p in parts if p.tokens is not None], now)
     if tokens is not None and "token_versions" in stack.needs_now and tokens.version is None:
         tokens = tokens.replace(version=torch.full((len(tokens),), now))
-    turns = _listed([p.turns for p in parts])
-    if turns is not None:
+    of_turns = [p.turns for p in parts if p.turns is not None]
+    if of_turns:
+        turns = FlatTurns.cat(of_turns)
         rollouts = rollouts.replace(turns=turn_table(rollouts, turns))
         if tokens is not None:
             tokens = tokens.replace(turn=token_turns(tokens.row, tokens.position, turns))
