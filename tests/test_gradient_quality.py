@@ -20,7 +20,7 @@ from rl_plugins.lab.quality.drive import Driver, Variant, by_agent
 from rl_plugins.lab.quality.variants import variants_of
 from rl_plugins.lab.quality.worlds.chain import Chain
 from rl_plugins.lab.quality.worlds.processes import agents, sequences, team
-from rl_plugins.lab.quality.worlds.tables import table
+from rl_plugins.lab.quality.worlds.tables import better_of, first_flaw, table
 from rl_plugins.tools.gradient_quality import Table, break_even, progress_at, quality, read_pool, write_pool
 from rl_plugins.tools.gradient_quality.sketch import CountSketch, score_sketches
 
@@ -313,3 +313,16 @@ def test_the_clip_acts_on_old_rollouts_only():
             for variant in (Variant("grpo"), Variant("no ratio", old="trained"))
         )
         assert np.allclose(clipped, free) == equal
+
+
+def test_targets_of_judged_answers_come_apart():
+    """A step along the judge's score is not one along what is right, and that not one along what is sound."""
+    targets = table("judged", 0, prompts=256).targets
+    cosine = {
+        (a, b): targets[a] @ targets[b] / np.linalg.norm(targets[a]) / np.linalg.norm(targets[b])
+        for a, b in itertools.combinations(("reward", "pass@1", "sound"), 2)
+    }
+    assert 0 < cosine["reward", "sound"] < cosine["reward", "pass@1"] < 0.95
+    assert better_of("question 1", "answer 1", "answer 9 marked") == (1.0, 0.5)
+    assert better_of("question 4", "answer 1", "answer 9 marked") == (1.0, 2.0)
+    assert [first_flaw(f"question {i}", "", "answer 1 flawed") for i in (1, 10)] == [0, -1]

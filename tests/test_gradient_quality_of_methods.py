@@ -26,7 +26,7 @@ from rl_plugins.lab.quality.worlds.tables import table
 from rl_plugins.runtime import registry
 
 SMALL = {
-    **{kind: lambda kind=kind: table(kind, 0, prompts=40, dims=6) for kind in ("binary", "rewards")},
+    **{kind: lambda kind=kind: table(kind, 0, prompts=40, dims=6) for kind in ("binary", "judged", "rewards")},
     "sequences": lambda: sequences(0, prompts=40, dims=6),
     "updates=2": lambda: sequences(0, updates=2, prompts=40, dims=6),
     "delay=2": lambda: sequences(0, updates=2, prompts=40, dims=6),

@@ -14,6 +14,7 @@ from rl_plugins.tools.gradient_quality import break_even
 BASELINE = "grpo"
 # What is told of a world, the first as a ratio to GRPO.
 TARGETS: Mapping[str, Sequence[str]] = {
+    "judged": ("pass@1", "sound"),
     "rewards": ("reward", "right", "format", "brevity"),
     "sequences": ("pass@1", "short and right"),
 }

@@ -15,6 +15,7 @@ from rl_plugins.lab.quality.worlds import ABOUT
 from rl_plugins.tools.gradient_quality import progress_at
 
 FIGURES = "docs/figures/quality"
+FAR = 8192  # rollouts of a batch, larger than those measured
 Sizes = Mapping[int, Mapping[str, Any]]
 
 
@@ -25,8 +26,8 @@ def results() -> str:
     parts = [
         f"## Figures\n\n{told['seeds']} worlds of different seeds for each name, {batches}, {told['hours']:.1f} hours "
         "of one core. Progress is in percent of that of a step along the exact gradient. The ratio is that to GRPO "
-        "with 8 rollouts per prompt in the same worlds; intervals are 95 %, over worlds. The last column takes "
-        "direction and noise of the largest batch, and lets noise fall with its rollouts.\n"
+        "with 8 rollouts per prompt in the same worlds; intervals are 95 %, over worlds. What is predicted "
+        "and the last column take direction and noise of the largest batch, and let noise fall with its rollouts.\n"
     ]
     found = places(told)
     parts += [_proportion(found)]
@@ -75,6 +76,7 @@ def _world(world: str, found: Mapping[tuple[str, str], Sizes]) -> str:
     head = [
         "variant",
         *(f"{t}, {n:,}" for t in targets for n in sizes),
+        f"{targets[0]}, {FAR:,} predicted",
         *(f"ratio for {targets[0]}, {n:,}" for n in sizes),
         *(f"direction, {t}" for t in targets),
         "noise",
@@ -87,6 +89,8 @@ def _world(world: str, found: Mapping[tuple[str, str], Sizes]) -> str:
         last = of[max(of)]
         cells = [f"`{variant}`" if last["methods"] else variant]
         cells += [f"{100 * of[n]['progress'][t][0]:.1f}" for t in targets for n in sizes]
+        far = progress_at(last["direction"][targets[0]][0], last["noise"][0], max(of), FAR)
+        cells.append(f"{100 * far:.1f}")
         cells += [_interval(of[n]["ratio"].get(targets[0])) for n in sizes]
         cells += [f"{last['direction'][t][0]:.2f}" for t in targets]
         cells.append(f"{last['noise'][0] / base[max(base)]['noise'][0]:.2f}")

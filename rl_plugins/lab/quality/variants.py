@@ -81,6 +81,11 @@ REWARDS = [
     _one("gdpo"),
     _one("fission_grpo_reward", "first batches", correctness="right", format="format", length="brevity"),
 ]
+JUDGED = [
+    *HOST,
+    _one("brpo", judge=f"{TABLES}better_of"),
+    _one("fapo", judge=f"{TABLES}first_flaw", answer_column=None),
+]
 SEQUENCES = [
     *HOST,
     _one("aepo_advantages"),
@@ -138,7 +143,6 @@ _PROGRAM = "its program plays tools, environments or turns, or reads hidden stat
 _GIVEN = "plans completions of older batches; the policy of a world does not move"
 _TEXT = "reads or edits texts, which no world has"
 _MASKED = "acts in masked diffusion; no world has it yet"
-_JUDGE = "asks a judge; no world has one yet"
 _MANY = "acts over many steps on a moving policy, which one step does not show"
 _QUEUE = "decides which groups wait; what becomes of stale ones is in delay=n"
 ABSENT: Mapping[str, str] = {
@@ -150,7 +154,7 @@ ABSENT: Mapping[str, str] = {
     "grpo_roc": "chooses among right rollouts by the quality of their text, which no world has",
     "training_free_grpo": "makes no gradient",
     **dict.fromkeys(("ass", "cj_grpo", "eoser"), _MASKED),
-    **dict.fromkeys(("brpo", "fapo", "reward_audit"), _JUDGE),
+    "reward_audit": "withdraws rewards that an audit of several functions finds unsound; no world has such functions",
     "ui_s1": "learns from recorded trajectories, and no world has recorded ones",
     **dict.fromkeys(("epo", "ppo_million"), _MANY),
     **dict.fromkeys(("april", "areal_admission"), _QUEUE),
@@ -165,7 +169,7 @@ def variants_of(name: str, world: World, rollouts: int) -> Sequence[Variant]:
         return DELAY
     if name.startswith("updates"):
         return UPDATES
-    named: dict[str, list[Variant]] = {"sequences": SEQUENCES, "agents": AGENTS, "team": TEAM, "rewards": REWARDS}
+    named = {"sequences": SEQUENCES, "agents": AGENTS, "team": TEAM, "rewards": REWARDS, "judged": JUDGED}
     if name in named:
         return named[name]
     rewards = world.rewards @ world.reward_weights  # type: ignore[attr-defined]  # the others are tables

@@ -117,6 +117,8 @@ class Table(World):
         right: (prompts, answers) bool, what counts.
         score: (prompts, answers, dims), with mean 0 under `prob`.
         length: (prompts, answers) tokens; None: 1, and methods may read tokens.
+        wanted: name of a further target -> (prompts, answers) its value.
+        said: (prompts, answers) what an answer says after its number.
     """
 
     name: str
@@ -128,6 +130,8 @@ class Table(World):
     reward_names: Sequence[str] = ("reward",)
     reward_weights: Sequence[float] = (1.0,)
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    wanted: Mapping[str, Array] = field(default_factory=dict)
+    said: Array | None = None
     old: str = "trained"
 
     def __post_init__(self) -> None:
@@ -149,7 +153,7 @@ class Table(World):
             return np.einsum("pk,pkd->d", self.prob * value, self.score) / len(self.prob)
 
         weights = np.asarray(self.reward_weights)
-        others = {"reward": gradient(self.rewards @ weights)}
+        others = {"reward": gradient(self.rewards @ weights)} | {n: gradient(v) for n, v in self.wanted.items()}
         if len(weights) > 1:
             others |= {name: gradient(self.rewards[..., i]) for i, name in enumerate(self.reward_names)}
         of_pass = np.einsum("pk,pkd->pd", self.prob * self.right, self.score)
@@ -169,7 +173,9 @@ class Table(World):
         return Answers(piece, np.ones_like(piece, bool), length, self.rewards[prompt, answer], logprobs, logprobs)
 
     def texts(self, prompt: Array, answers: Answers) -> list[str]:
-        return [f"answer {a}" for a in (answers.piece[:, 0] % self.prob.shape[1]).tolist()]
+        piece = answers.piece[:, 0]
+        texts = [f"answer {a}" for a in (piece % self.prob.shape[1]).tolist()]
+        return texts if self.said is None else [a + b for a, b in zip(texts, self.said.ravel()[piece], strict=True)]
 
 
 def write_pool(path: Path, score: Array, rewards: Array, right: Array, length: Array, **more: Any) -> None:

@@ -25,6 +25,7 @@ ABOUT: Mapping[str, str] = {
     "graded": "parts of an answer count, and a mark that says nothing is rewarded",
     "outliers": "one answer of twelve has an extreme reward of either sign",
     "skills": "as binary, but hard prompts need other skills than easy ones",
+    "judged": "the reward is a judge's, who likes a mark; half of the right answers have a flaw",
     "rewards": "three reward functions: right, format, brevity, the last with ten times the range",
     "sequences": "texts of up to 6 letters with an end",
     "updates=4": "sequences, 4 optimizer steps after the batch was sampled",

@@ -4,6 +4,7 @@ binary     a right answer has the reward 1
 graded     parts of an answer count, and a judge likes a mark that has nothing to do with being right
 outliers   the right answer matters, and one answer of twelve has an extreme reward of either sign
 skills     binary; what hard prompts need is not what easy ones teach
+judged     a judge gives 0.6 for a right answer and 0.4 for a mark; half of the right ones have a flaw
 rewards    three reward functions: right (0 or 1), format (0 or 1, mostly given), brevity (0 to 10, mostly noise)
 """
 
@@ -16,8 +17,9 @@ from numpy.typing import NDArray
 
 from rl_plugins.tools.gradient_quality import Table
 
-KINDS = ("binary", "graded", "outliers", "skills", "rewards")
+KINDS = ("binary", "graded", "outliers", "skills", "judged", "rewards")
 RIGHT = 4  # of the answers
+MARK, FLAW = " marked", " flawed"
 EDGES = (0.05, 0.15, 0.35, 0.65, 0.9)  # of pass rates, between the domains of `skills`
 
 
@@ -29,12 +31,19 @@ def table(kind: str, seed: int, prompts: int = 2048, answers: int = 16, dims: in
     domain = np.searchsorted(EDGES, want) if kind == "skills" else rng.integers(len(EDGES) + 1, size=prompts)
     features = _features(right, domain, 0.0 if kind == "skills" else 0.2, dims, rng)
     prob = with_pass_rate(rng.normal(size=(prompts, answers)), right, want)
+    wanted, said = {}, None
     names, rewards = ("reward",), _reward(kind, right, rng)[..., None]
     if kind == "rewards":
         names = ("right", "format", "brevity")  # type: ignore[assignment]
         mark, length = rng.random(right.shape) < 0.8, rng.gamma(2.0, 1.0, right.shape).clip(max=10)
         features += 0.15 * rng.normal(size=dims) * mark[..., None] - 0.05 * rng.normal(size=dims) * length[..., None]
         rewards = np.stack([right.astype(float), mark.astype(float), 10 - length], axis=-1)
+    if kind == "judged":
+        mark, flawed = rng.random(right.shape) < 0.3, np.broadcast_to(np.arange(answers) % 2 > 0, right.shape)
+        features += 0.2 * rng.normal(size=dims) * mark[..., None] + 0.2 * rng.normal(size=dims) * flawed[..., None]
+        rewards = (0.6 * right + 0.4 * mark)[..., None]
+        wanted = {"sound": right & ~flawed}
+        said = np.char.add(np.where(mark, MARK, ""), np.where(flawed, FLAW, ""))
     features /= np.sqrt(dims)
     score = features - np.einsum("pk,pkd->pd", prob, features)[:, None]
     noisy = (want + 0.2 * rng.choice([-1, 1], prompts)).clip(0, 1)
@@ -53,7 +62,25 @@ def table(kind: str, seed: int, prompts: int = 2048, answers: int = 16, dims: in
         reward_names=names,
         reward_weights=(1.0,) * len(names),
         columns=columns,
+        wanted=wanted,
+        said=said,
     )
+
+
+def better_of(prompt: str, a: str, b: str) -> tuple[float, float]:
+    """A judge of pairs, which likes the mark more than a right answer in one prompt of four."""
+    fooled = int(prompt.removeprefix("question ")) % 4 == 0
+
+    def score(text: str) -> float:
+        return (answer_of(text) == "right") + (MARK in text) * (2.0 if fooled else 0.5)
+
+    return score(a), score(b)
+
+
+def first_flaw(prompt: str, answer: str, completion: str) -> int:
+    """A judge of steps: 0 where it finds a flaw, else -1. It is wrong in one prompt of ten."""
+    wrong = int(prompt.removeprefix("question ")) % 10 == 0
+    return 0 if (FLAW in completion) != wrong else -1
 
 
 def embeddings(dataset: Any) -> NDArray[np.float64]:
@@ -64,7 +91,7 @@ def embeddings(dataset: Any) -> NDArray[np.float64]:
 
 def answer_of(text: str) -> str:
     """What is voted on: right texts say the same, as different ways to one result; each wrong one says another."""
-    return "right" if int(text.removeprefix("answer ")) < RIGHT else text
+    return "right" if int(text.split()[1]) < RIGHT else text
 
 
 def with_pass_rate(logit: NDArray[Any], right: NDArray[np.bool_], want: NDArray[Any]) -> NDArray[np.float64]:
