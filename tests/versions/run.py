@@ -50,7 +50,7 @@ SHOWN = (
     "diffusers",
     "vllm",
 )
-OTHER_TIERS = "not vllm and not deepspeed and not patches and not browser and not site and not long"
+OTHER_TIERS = "not vllm and not deepspeed and not patches and not browser and not site and not gpu and not real"
 
 
 def environments() -> dict[str, dict[str, Any]]:

@@ -275,6 +275,7 @@ def start(
         "HF_HUB_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
+        "RAY_memory_monitor_refresh_ms": "0",  # it would end the run when other programs fill the memory
         "RAY_prestart_worker_first_driver": "0",
         "SPT_NOENV": "1",  # the name of a process goes over its command line only, so `MARK` can be read
         "HYDRA_FULL_ERROR": "1",
