@@ -1,4 +1,4 @@
-"""What became of every method on the real model: the table that `make test-real` leaves in build/real, kept.
+"""What became of methods on the real model: the tables that `make test-real` leaves in build/real, kept.
 
 make test-real && .venv/bin/python benchmarks/real_model.py
 """
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-SOURCE, RESULT, PAGE = HERE.parent / "build" / "real" / "trl.json", HERE / "real_model.json", HERE / "README.md"
-BEGIN, END = "<!-- made by real_model.py: begin -->", "<!-- made by real_model.py: end -->"
+BUILT, PAGE = HERE.parent / "build" / "real", HERE / "README.md"
+RESULTS = {"trl": HERE / "real_model.json", "verl": HERE / "real_model_verl.json"}
 
 
 def table(lines: list[dict[str, Any]]) -> str:
@@ -30,11 +30,15 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    if SOURCE.exists():
-        RESULT.write_text(SOURCE.read_text())
-    lines = json.loads(RESULT.read_text())
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(lines)}\n{END}{rest.split(END)[1]}")
+    for host, result in RESULTS.items():
+        built = BUILT / f"{host}.json"
+        if built.exists():
+            result.write_text(built.read_text())
+        if result.exists():
+            made = "made by real_model.py" + ("" if host == "trl" else f" of {host}")
+            begin, end = f"<!-- {made}: begin -->", f"<!-- {made}: end -->"
+            before, rest = PAGE.read_text().split(begin)
+            PAGE.write_text(f"{before}{begin}\n{table(json.loads(result.read_text()))}\n{end}{rest.split(end)[1]}")
 
 
 if __name__ == "__main__":
