@@ -297,15 +297,12 @@ def main(
     again: bool = False,
     out: Path = Path("benchmarks/scale_driver.json"),
 ) -> None:
-    """Without a method: all cases, each in a process of its own, into `out` and the table of README.md."""
-    if method:
-        case = {"host": host, "method": method, "rows": rows, "tokens": tokens, "ranks": ranks}
-        print(json.dumps(run(case)))
-        return
+    """All cases, each in a process of its own, or the one of a method, into `out` and the table of README.md."""
     torch.set_num_threads(1)
     known = {key(c): c for c in (json.loads(out.read_text()) if out.exists() and not again else ())}
-    for case in cases():
-        if "not_run" in case or key(case) not in known:
+    one = {"host": host, "method": method, "rows": rows, "tokens": tokens, "ranks": ranks}
+    for case in [one] if method else cases():
+        if method or "not_run" in case or key(case) not in known:
             known[key(case)] = case if "not_run" in case else run(case)
             print(known[key(case)], flush=True)
         found = [known[key(c)] for c in cases() if key(c) in known]

@@ -185,38 +185,58 @@ def batches(rows: int, names: Sequence[str], out: Path | None) -> dict[str, Any]
         cls = load(name)
         if isinstance(cls, Bundle) or name in found or "admit" in cls.claims():
             continue
-        case = case_of(name)
-        kit = _LargeRun(cls, case.params, case.prepare, case.rows or ())
-        kit.facts, kit.size = {"dataset_size": rows}, rows
-        kit.build()
-        _ = kit.dataset
-        begin = time.process_time()
-        stack = kit.stack()
-        started = time.process_time() - begin
-
-        def batch(stack: MethodStack = stack, kit: Kit = kit) -> float:
-            kept = stack.state_dict("f")
-            begin = time.process_time()
-            run_batch(kit, stack)
-            del kept
-            return time.process_time() - begin
-
-        first, others, stages = batch(), [batch() for _ in range(5)], []
-        for number in stack.methods[0].stages():
-            stack.batch = number
-            stages.append(batch())
-            others += [batch() for _ in range(2)]
-        took = {"start": started, "first": first, "batch": max(others), **({"stage": max(stages)} if stages else {})}
+        try:
+            took = _batches_of(name, cls, rows)
+        except RLPluginsError as e:  # the case of the contract test is one of few prompts
+            print(name, str(e)[:200], flush=True)
+            continue
         found[name] = {what: round(1e3 * seconds, 1) for what, seconds in took.items()}
         print(name, found[name], flush=True)
         if out:
             out.write_text(json.dumps(found, indent=1) + "\n")
+    if out:
+        kinds = ("start", "first", "batch", "stage")
+        lines = [
+            "| method | start, ms | first batch | most of the others | begin of a stage |",
+            "|---|---|---|---|---|",
+        ]
+        most = sorted(found, key=lambda n: -found[n]["batch"])
+        lines += [
+            f"| {n} | {' | '.join(f'{found[n][k]:,.0f}' if k in found[n] else '' for k in kinds)} |" for n in most
+        ]
+        write("batches", lines)
     return found
 
 
-def growth(names: Sequence[str], at: Sequence[int], out: Path | None) -> dict[str, list[int]]:
+def _batches_of(name: str, cls: type[Method], rows: int) -> dict[str, float]:
+    """Seconds."""
+    case = case_of(name)
+    kit = _LargeRun(cls, case.params, case.prepare, case.rows or ())
+    kit.facts, kit.size = {"dataset_size": rows}, rows
+    kit.build()
+    _ = kit.dataset
+    begin = time.process_time()
+    stack = kit.stack()
+    started = time.process_time() - begin
+
+    def batch() -> float:
+        kept = stack.state_dict("f")
+        begin = time.process_time()
+        run_batch(kit, stack)
+        del kept
+        return time.process_time() - begin
+
+    first, others, stages = batch(), [batch() for _ in range(5)], []
+    for number in stack.methods[0].stages():
+        stack.batch = number
+        stages.append(batch())
+        others += [batch() for _ in range(2)]
+    return {"start": started, "first": first, "batch": max(others), **({"stage": max(stages)} if stages else {})}
+
+
+def growth(names: Sequence[str], at: Sequence[int], out: Path | None) -> dict[str, dict[str, int]]:
     """Bytes of the saved state of each method with a state after so many batches; written after each method."""
-    found: dict[str, list[int]] = json.loads(out.read_text()) if out and out.exists() else {}
+    found: dict[str, dict[str, int]] = json.loads(out.read_text()) if out and out.exists() else {}
     for name in names or all_names():
         cls = load(name)
         if isinstance(cls, Bundle) or name in found:
@@ -225,16 +245,30 @@ def growth(names: Sequence[str], at: Sequence[int], out: Path | None) -> dict[st
         step()
         if not any(m._state for m in stack.methods) and not stack.carried:
             continue
-        sizes = []
+        sizes: dict[str, int] = {}
         for batch in range(2, max(at) + 1):
             step()
             if batch in at:
-                sizes.append(_bytes(stack))
+                sizes[str(batch)] = _bytes(stack)
         found[name] = sizes
         print(name, sizes, flush=True)
         if out:
             out.write_text(json.dumps(found, indent=1) + "\n")
+    if out:
+        lines = ["| method | batches: bytes |", "|---|---|"]
+        lines += [
+            f"| {n} | {', '.join(f'{b}: {size:,}' for b, size in of.items())} |" for n, of in sorted(found.items())
+        ]
+        write("growth", lines)
     return found
+
+
+def write(part: str, lines: Sequence[str]) -> None:
+    """The table of a part in README.md."""
+    page = Path(__file__).with_name("README.md")
+    begin, end = (f"<!-- made by scale_state.py, {part}: {which} -->" for which in ("begin", "end"))
+    before, rest = page.read_text().split(begin)
+    page.write_text(before + "\n".join([begin, *lines, end]) + rest.split(end)[1])
 
 
 def _steps(name: str, cls: type[Method]) -> tuple[Callable[[], Any], MethodStack]:
