@@ -183,7 +183,7 @@ def test_what_the_real_demo_would_take_is_said_before(tmp_path, monkeypatch):
     code, text = dry("demo", "--real", "--out", str(tmp_path))
     runs = [line for line in text.splitlines() if "(to run)" in line]
     assert code == 0 and [r.split()[0] for r in runs] == ["grpo", "gdpo"] and not (tmp_path / "cache").exists()
-    minutes = 2 * real.MEASURED.minutes_of_run
+    minutes = 2 * real.MEASURED.minutes(real.ON_CPU.steps)
     assert f"about {minutes:.0f} in all" in text and f"{real.MEASURED.memory:g} GB per run" in text
     assert "made once" in text and all(command in text for command in model.INSTALL)
     done = CliRunner().invoke(cli.app, ["demo", "--real", "--out", str(tmp_path)])

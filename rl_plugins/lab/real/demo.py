@@ -76,21 +76,27 @@ ON_CUDA = Size(200, 128, 16, 200, "bfloat16", r".*layers\..*_proj", 2e-4)
 
 @dataclass(frozen=True)
 class Measured:
-    """What the default demo took on a CPU.
+    """What a run of the default took on a CPU.
 
     Args:
-        minutes_of_run: CPU minutes of one run, both evaluations included.
+        start, step, evaluation: CPU seconds.
         memory, model, results: GB.
     """
 
-    minutes_of_run: float
+    start: float
+    step: float
+    evaluation: float
     memory: float
     model: float
     results: float
     machine: str
 
+    def minutes(self, steps: int) -> float:
+        """CPU minutes of a run, which evaluates at its beginning, in the middle and at its end."""
+        return (self.start + steps * self.step + 3 * self.evaluation) / 60
 
-MEASURED = Measured(6.0, 3.5, 0.54, 0.05, "a core of a shared server, float32")
+
+MEASURED = Measured(15, 17, 25, 3.4, 0.54, 0.05, "a core of a busy server, float32")
 
 
 def demo_real(methods: Sequence[str], options: RunOptions, long: bool) -> None:
@@ -119,7 +125,7 @@ def demo_real(methods: Sequence[str], options: RunOptions, long: bool) -> None:
         f"TRL's GRPOTrainer, {NAME} (134,515,008 parameters, {size.dtype}) with LoRA, sums of numbers of one and two "
         f"digits of reasoning-gym. Rewards: `correct` (its scorer) and `brief` (short answers), weight 1 each.",
         f"Every run trains {values['max_steps']} steps of {size.rows} rollouts, {size.group} per prompt. Held out: "
-        f"{size.held_out} questions that are not trained on, a sampled answer each, before and after.",
+        f"{size.held_out} questions that are not trained on, a sampled answer each, before, halfway and after.",
         *settings.reasons(names, REWARDS),
         *(f"`{name}` runs with {', '.join(f'{k}={v}' for k, v in given.items())}." for name, given in params.items()),
         SETS.format(options.out),
@@ -128,7 +134,7 @@ def demo_real(methods: Sequence[str], options: RunOptions, long: bool) -> None:
     host = Trl(yaml.safe_dump(values, sort_keys=False), trace=True)
     comparison = make_plan(host, variants, options.seeds, options.out, params, notes)
     waiting = sum(not is_finished(planned) for planned in comparison.runs)
-    lines = costs(waiting, options.jobs, size, gpu, values["max_steps"] / size.steps)
+    lines = costs(waiting, options.jobs, size, gpu, values["max_steps"])
     for line in [*lines, *filter(None, [missing_packages()])]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if not options.dry_run:
@@ -169,7 +175,7 @@ def config(size: Size, data: Path, methods: Sequence[str], gpu: bool, long: bool
         "learning_rate": size.learning_rate,
         "warmup_steps": 2,
         "eval_strategy": "steps",
-        "eval_steps": steps,
+        "eval_steps": max(1, steps // 2),
         "eval_on_start": True,
         "per_device_eval_batch_size": size.held_out,
         "num_generations_eval": 1,
@@ -181,7 +187,7 @@ def config(size: Size, data: Path, methods: Sequence[str], gpu: bool, long: bool
     return values | ({"use_cpu": False, "bf16": True, "eval_steps": steps // 4} if gpu else {})
 
 
-def costs(waiting: int, jobs: int, size: Size, gpu: bool, longer: float) -> list[str]:
+def costs(waiting: int, jobs: int, size: Size, gpu: bool, steps: int) -> list[str]:
     """What is to come, before it begins."""
     m = MEASURED
     made = model_path(size.dtype).exists()
@@ -194,7 +200,7 @@ def costs(waiting: int, jobs: int, size: Size, gpu: bool, longer: float) -> list
         return [*lines, "All runs are finished; only the report is written again."]
     if gpu:
         return [*lines, f"{waiting} runs on CUDA in bfloat16. How long they take was not measured: see the bars."]
-    minutes, at_once = m.minutes_of_run * longer, min(jobs, waiting)
+    minutes, at_once = m.minutes(steps), min(jobs, waiting)
     return [
         *lines,
         f"Time: {waiting} runs of about {minutes:.0f} CPU minutes each, about {waiting * minutes:.0f} in all. Memory: "
