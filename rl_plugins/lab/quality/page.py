@@ -22,11 +22,12 @@ Sizes = Mapping[int, Mapping[str, Any]]
 def results() -> str:
     """What docs/quality.md shows on the site."""
     told = measured()
+    over = "over worlds" if told["seeds"] > 1 else "over the batches of one world"
     batches = ", ".join(f"{n} batches of {int(size):,} rollouts" for size, n in told["batches"].items())
     parts = [
-        f"## Figures\n\n{told['seeds']} worlds of different seeds for each name, {batches}, {told['hours']:.1f} hours "
+        f"## Figures\n\nWorlds of {told['seeds']} seeds for each name, {batches}, {told['hours']:.1f} hours "
         "of one core. Progress is in percent of that of a step along the exact gradient. The ratio is that to GRPO "
-        "with 8 rollouts per prompt in the same worlds; intervals are 95 %, over worlds. What is predicted "
+        f"with 8 rollouts per prompt in the same worlds; intervals are 95 %, {over}. What is predicted "
         "and the last column take direction and noise of the largest batch, and let noise fall with its rollouts.\n"
     ]
     found = places(told)

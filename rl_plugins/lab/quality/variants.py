@@ -52,7 +52,7 @@ def _tables(low: float, high: float) -> list[Variant]:
         _one("dars", "hardness-weighted", n_first=4, schedule="hw"),
         _one("difficulty_slices", "hardest slice", warm=EPOCHS),
         _one("linear_ts", column="domain", draws=4, warm=EPOCHS),
-        _one("dots", embeddings=f"{TABLES}embeddings"),
+        _one("dots", embeddings=f"{TABLES}embeddings", references=64),
         _one("v0", "exact prior", prior="column", prior_column="prior"),
         _one("v0", "own history", prior="running_mean", warm=EPOCHS),
         _one("dart_rollouts", warm=EPOCHS),
@@ -162,6 +162,8 @@ ABSENT: Mapping[str, str] = {
     "rollart_redundancy": "saves time, and changes no gradient",
 }
 
+_READS = {"dots": "seems", "linear_ts": "domain"}  # column of the dataset, which a pool may lack
+
 
 def variants_of(name: str, world: World, rollouts: int) -> Sequence[Variant]:
     """The variants that act in a world, for batches of so many rollouts."""
@@ -173,5 +175,10 @@ def variants_of(name: str, world: World, rollouts: int) -> Sequence[Variant]:
     if name in named:
         return named[name]
     rewards = world.rewards @ world.reward_weights  # type: ignore[attr-defined]  # the others are tables
-    found = _tables(float(rewards.min()), float(rewards.max()))
+    there = {"prompt", *world.columns}
+    found = [
+        v
+        for v in _tables(float(rewards.min()), float(rewards.max()))
+        if {_READS.get(m, "prompt") for m in v.methods} <= there
+    ]
     return [*found, *_binary(len(world.pass_rate), rollouts)] if name in ("binary", "skills") else found
