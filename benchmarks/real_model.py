@@ -16,7 +16,7 @@ RESULTS = {"trl": HERE / "real_model.json", "verl": HERE / "real_model_verl.json
 
 def table(lines: list[dict[str, Any]]) -> str:
     """Of the page, sorted by outcome and name."""
-    order = {"acted": 0, "refused": 1, "not applicable": 2}
+    order = {"acted": 0, "watched": 1, "refused": 2, "not applicable": 3}
     out = ["| method | beside | outcome | what it logged, or why not | change of the update |", "|---|---|---|---|---|"]
     for line in sorted(lines, key=lambda line: (order[line["outcome"]], line["method"])):
         if line["outcome"] == "acted":

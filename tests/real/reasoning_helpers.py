@@ -72,6 +72,20 @@ def wordy(prompt: Any, answer: str, completion: str) -> int:
     return 0 if len(completion) > len(answer) + 2 else -1
 
 
+def divisors(prompt: Any, answer: str, completion: str) -> int:
+    """A judge of flaws: a right answer about divisors is flawed in its first step."""
+    return 0 if "Divisor" in str(prompt) else -1
+
+
+def last_is_wrong(messages: Any, steps: list[str], columns: Any) -> list[float]:
+    return [1.0] * (len(steps) - 1) + [0.0]
+
+
+def right_answer(messages: Any, text: str, columns: Mapping[str, Any]) -> str:
+    """A stronger model that corrects."""
+    return str(columns["answer"])
+
+
 def shorter(prompt: Any, a: str, b: str) -> tuple[float, float]:
     """A judge that compares: the shorter one is better."""
     return -float(len(a)), -float(len(b))

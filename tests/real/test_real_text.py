@@ -69,7 +69,7 @@ class Signs(helpers.Tool):
     def act(self, action: str) -> Observation:
         Signs.heard.append(action)
         said = super().act(action)
-        return replace(said, text=f"{SIGNS} {said.text}" if not said.done else "", done=False)
+        return replace(said, text=f"{SIGNS} {said.text}", done=False)
 
 
 def test_lists_have_every_method_that_reads_text_or_makes_it() -> None:
@@ -128,11 +128,10 @@ class Batches:
         self.prompts: list[list[int]] = []
         self.data: list[dict[str, Any]] = []
         self.rewarded: list[tuple[str, list[int]]] = []
-        own = self.trainer.reward_funcs[0]
 
-        def reward(completions: Any, completion_ids: Any, **columns: Any) -> Any:
+        def reward(completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
             self.rewarded += [(c[-1]["content"], ids) for c, ids in zip(completions, completion_ids, strict=True)]
-            return own(completions=completions, completion_ids=completion_ids, **columns)
+            return [float(sum(ids) % 3 == 0) for ids in completion_ids]
 
         self.trainer.reward_funcs[0] = reward
         pool = self.tokenizer.encode(f"{SIGNS} 7 = \n\n ```python\ngcd(4, 6)\n``` The answer is 1.")
@@ -237,7 +236,7 @@ def test_programs_keep_tokens_and_characters(name: str, tmp_path: Path, monkeypa
     run = Batches(name, tmp_path, monkeypatch)
     run.check()
     assert run.made
-    everything = "|".join(",".join(map(str, ids)) for ids in run.emitted)
+    emitted = {ids for ids in run.emitted if ids}
     forced = 0
     for row in run.made:
         t = row.trajectory
@@ -245,9 +244,9 @@ def test_programs_keep_tokens_and_characters(name: str, tmp_path: Path, monkeypa
         for kind, start, stop in spans(t.kinds):
             ids = t.tokens[start:stop]
             if kind == Kind.SAMPLED:
-                assert ",".join(map(str, ids)) in everything, "as the engine made it"
-            elif kind == Kind.OBSERVED:
-                assert CUT not in run.decode(ids), "what is read is whole"
+                assert joined(ids, emitted), "as the engine made it"
+            elif kind == Kind.OBSERVED:  # a main agent reads what its sub-agent was cut off at
+                assert CUT not in run.decode(ids) or name == "m_grpo_rollout", "what is read is whole"
             else:
                 forced += 1
         if name in ("adhint_rollouts", "arrol", "branch_text_rollout", "echo_tree", "latr", "scope"):
@@ -261,6 +260,17 @@ def test_programs_keep_tokens_and_characters(name: str, tmp_path: Path, monkeypa
             assert all(f"<|im_start|>tool\n{SIGNS} " in text for text in read)
     if name in ("adhint_rollouts", "cleaner"):
         assert forced
+
+
+def joined(ids: tuple[int, ...], emitted: set[tuple[int, ...]]) -> bool:
+    """Whether tokens are beginnings of what the engine made, one behind the other."""
+    reached = {0}
+    for start in range(len(ids)):
+        if start in reached:
+            for made in emitted:
+                same = [a == b for a, b in zip(ids[start:], made, strict=False)]
+                reached |= set(range(start + 1, start + 1 + (same.index(False) if False in same else len(same))))
+    return len(ids) in reached
 
 
 def spans(kinds: Any) -> list[tuple[Any, int, int]]:

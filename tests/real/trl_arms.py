@@ -65,6 +65,8 @@ class Arm:
         options: of the config, for both runs.
         rewards: of both runs.
         tool: whether the system prompt asks for the tool.
+        size: rows of the dataset; few, where a method has to meet a prompt again.
+        watches: why it changes no weight in this run.
         refused: words of the error that is expected, empty if the run shall go.
         why: the reason, for the table.
         not_applicable: it is for another kind of policy.
@@ -76,6 +78,8 @@ class Arm:
     options: Mapping[str, Any] = field(default_factory=dict)
     rewards: tuple[str, ...] = ("solved",)
     tool: bool = False
+    size: int = 24
+    watches: str = ""
     refused: str = ""
     why: str = ""
     not_applicable: bool = False
@@ -83,7 +87,7 @@ class Arm:
     @property
     def key(self) -> Any:
         """What a run without the method shares with others."""
-        return self.beside, tuple(sorted(self.options.items())), self.rewards, self.tool
+        return self.beside, tuple(sorted(self.options.items())), self.rewards, self.tool, self.size
 
 
 def replayed(**more: Any) -> Arm:
@@ -107,6 +111,7 @@ MASKED = Arm(refused="masked", why="decodes masked diffusion models, and this on
 IMAGES = Arm(refused="diffusion", why="makes samples of diffusion policies", not_applicable=True)
 AHEAD = Arm(refused="areal_admission", why="generation runs ahead of training in verl's asynchronous modes only")
 EPISODES = dict(options=AGENT, rewards=("episode_score",), tool=True)
+SLICES = {"difficulty_slices": {"heads": 2, "refresh": 1}}
 TREE = {"branch_text_rollout": {"places": [0, 1, 2]}}
 TEAM = {"m_grpo_rollout": {"parse": helpers.blocks, "max_calls": 1, "max_turns": 2}, "m_grpo": {"sub_per_rollout": 1}}
 STEPS = {
@@ -159,21 +164,24 @@ ARMS: dict[str, Arm] = {
         **EPISODES,
     ),
     "dars": Arm(params={"dars": {"n_first": 2, "n_max": 8}}),
-    "dars_b": Arm(params={"dars": {"n_first": 2, "n_max": 8}}, options=UPDATES),
-    "dars_breadth": UPDATED,
-    "dart": agent(options={"max_steps": 3}),
+    "dars_b": Arm(params={"dars": {"n_first": 2, "n_max": 8}}, options={"max_steps": 2}),
+    "dars_breadth": Arm(options={"max_steps": 2}),
+    "dart": agent(options={"max_steps": 3}, size=2),
     "dart_advantages": agent(),
     "dart_entropy": agent(),
-    "dart_length": agent(options={"max_steps": 3}),
-    "dart_pool": Arm(options={"max_steps": 3}),
-    "dart_rollouts": Arm(params={"dart_rollouts": {"threshold": 0.5}}, options={"max_steps": 3}),
+    "dart_length": agent(options={"max_steps": 3}, size=2),
+    "dart_pool": Arm(options={"max_steps": 3}, size=4),
+    "dart_rollouts": Arm(
+        params={"dart_rollouts": {"success_threshold": 0.1}}, options={"max_steps": 3}, rewards=("brief",), size=4
+    ),
     "dart_tis": replayed(),
     "decoupled_ppo": replayed(),
-    "difficulty_slices": Arm(params={"difficulty_slices": {"heads": 2, "refresh": 1}}),
+    "d3s": Arm(options={"max_steps": 2}),
+    "difficulty_slices": Arm(params=SLICES, options={"max_steps": 3}),
     "dora": replayed(),
     "dora_length": Arm(params={"dora_length": {"shares": [0.5, 1.0], "window": 8}}),
     "dora_loss": replayed(),
-    "dora_reuse": Arm(options={"max_steps": 3}),
+    "dora_reuse": Arm(options={"max_steps": 3}, rewards=("solved", "brief")),
     "dots": Arm(params={"dots": {"embeddings": helpers.embeddings, "references": 4}}),
     "dots_rr": Arm(
         params={
@@ -193,10 +201,10 @@ ARMS: dict[str, Arm] = {
     "echo_clip": UPDATED,
     "echo_labels": Arm(params={"echo_labels": {"n_votes": 6, "extract": reasoning_gym.answer_of}}),
     "echo_tree": Arm(params={"echo_tree": {"entropy_delta_threshold": -9.0}}),
-    "econprover": Arm(params={"difficulty_slices": {"heads": 2, "refresh": 1}}),
+    "econprover": Arm(params=SLICES, options={"max_steps": 3}),
     "eoser": MASKED,
-    "epo": agent(),
-    "fapo": Arm(params={"fapo": {"judge": helpers.wordy}}),
+    "epo": agent(options={"max_steps": 2}),
+    "fapo": Arm(params={"fapo": {"judge": helpers.divisors}}),
     "fission_grpo": Arm(params={"fission_grpo": {"role": "user"}}),
     "fission_grpo_reward": Arm(
         params={"fission_grpo_reward": {"format": "brief", "correctness": "solved"}},
@@ -227,8 +235,9 @@ ARMS: dict[str, Arm] = {
     "mssr": Arm(options={"beta": 0.04}),
     "mssr_baseline": Arm(options={"beta": 0.04}),
     "mssr_prompts": Arm(options={"beta": 0.04}),
-    "ppo_million": UPDATED,
+    "ppo_million": replace(UPDATED, watches="it lowers the learning rate at a plateau, and only if `action` says so"),
     "ps_grpo": Arm(),
+    "reward_audit": Arm(watches="it takes rows out only where it finds a fault of the reward"),
     "rollart": AHEAD,
     "rollart_redundancy": agent(),
     "rollout_replay": Arm(params={"rollout_replay": {"start_batch": 1}}, options={"max_steps": 3}),
@@ -244,7 +253,18 @@ ARMS: dict[str, Arm] = {
             }
         },
     ),
-    "scope": Arm(params={"scope": {"prm": helpers.step_scores, "separator": " = ", "min_step": 1, "min_prefix": 0.0}}),
+    "scope": Arm(
+        params={
+            "scope": {
+                "prm": helpers.last_is_wrong,
+                "corrector": helpers.right_answer,
+                "separator": " = ",
+                "min_step": 1,
+                "min_prefix": 0.0,
+            }
+        },
+        options={"max_completion_length": 12},
+    ),
     "sol_rl": IMAGES,
     "sol_rl_explore": IMAGES,
     "swarm_sapo": Arm(params={"swarm_sapo": {"node": "me", "external_groups": 2}}),
@@ -263,7 +283,10 @@ ARMS: dict[str, Arm] = {
         tool=True,
     ),
     "vcpo": replayed(),
+    "v0": Arm(size=4),
+    "v0_5": Arm(size=4),
     "xrpo": Arm(),
+    "xrpo_novelty": Arm(options={"max_steps": 2}),
 }
 
 
@@ -318,7 +341,7 @@ def make(folder: Path, methods: Sequence[str], arm: Arm, **changes: Any) -> Any:
         params["swarm_sapo"]["exchange"] = str(swarm(folder))
     more = {name: changes.pop(name) for name in ("peft_config", "model") if name in changes}
     rows = changes.pop("dataset", None) or Dataset.from_list(
-        helpers.with_columns(24, TOOL if arm.tool else reasoning_gym.SYSTEM)
+        helpers.with_columns(arm.size, TOOL if arm.tool else reasoning_gym.SYSTEM)
     )
     if "model" not in more:
         more["model"] = AutoModelForCausalLM.from_pretrained(shallow_policy())
@@ -365,15 +388,16 @@ def swarm(folder: Path) -> Path:
     return folder / "swarm"
 
 
-def idle_signs(name: str) -> dict[str, Sequence[Idle]]:
-    """Method -> signs in its metrics that it did nothing."""
-    return {
-        part: cls.idle for part, cls in registry.select([name]).classes.items() if not isinstance(cls.idle, property)
-    }
-
-
 def outcome(name: str, folder: Path, baselines: dict[Any, Run]) -> dict[str, Any]:
-    """One line of the table."""
+    """One line of the table. Products of matrices are in bfloat16 where the processor has them: half of the time."""
+    torch.set_float32_matmul_precision("medium")
+    try:
+        return _outcome(name, folder, baselines)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def _outcome(name: str, folder: Path, baselines: dict[Any, Run]) -> dict[str, Any]:
     arm = arm_of(name)
     methods = [*arm.beside, name, *arm.after]
     if arm.refused:
@@ -387,15 +411,19 @@ def outcome(name: str, folder: Path, baselines: dict[Any, Run]) -> dict[str, Any
     parts = registry.select([name]).classes
     own = {f"{part}/{key}": v for part in parts for key, v in run.of(part).items()}
     moved = {key: v for key, v in own.items() if any(x and math.isfinite(x) for x in v)}
-    idle = [part for part, signs in idle_signs(name).items() if any(_idle(sign, run.of(part)) for sign in signs)]
+    idle = [part for part, cls in parts.items() if any(_idle(sign, run.of(part)) for sign in cls.idle)]
     if arm.key not in baselines:
         baselines[arm.key] = train(folder / "baseline", arm.beside, arm)
     base = baselines[arm.key]
     size = float(base.update.norm())
     difference = float((run.after - base.after).norm())
+    said = "idle" if (idle and len(idle) == len(parts)) or (own and not moved) else "acted"  # some log nothing
+    if said == "acted" and difference < 1e-4 * size:
+        said = "watched" if arm.watches else "no other weights"
     return {
         "method": name,
-        "outcome": "acted" if moved and not idle and difference > 1e-4 * size else "idle",
+        "outcome": said,
+        "why": arm.watches,
         "beside": list(arm.beside),
         "idle": idle,
         "metrics": {key: round(sum(v) / len(v), 6) for key, v in moved.items()},
