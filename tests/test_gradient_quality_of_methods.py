@@ -60,7 +60,8 @@ def test_every_variant_makes_a_gradient_in_its_world(name):
 
 def test_a_measurement_goes_on_where_it_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(measured, "_world", lambda name, seed: table(name, seed, prompts=40, dims=6))
-    wanted = jobs(["binary"], ["mc_grpo"], range(2), {32: 4})
+    wanted = jobs(["binary", "agents"], ["mc_grpo"], range(2), {32: 4})
+    assert {j.world for j in wanted} == {"binary"}  # the method does not act among agents
     assert {j.variant for j in wanted} == {
         "grpo",
         "mc_grpo, 3 rollouts",
@@ -114,7 +115,7 @@ def test_a_session_keeps_records_summary_and_figures_and_goes_on(tmp_path, monke
     session(console, ["vade"], ["binary"], 2, 1, out, sizes=sizes, dry_run=True)
     assert "0 of 8 records to make" in console.file.getvalue()
     with raises(ConfigError, "acts in no world"):
-        session(console, ["latr"], ["binary"], 2, 1, out, sizes=sizes)
+        session(console, ["aepo_rollout"], ["binary"], 2, 1, out, sizes=sizes)
 
 
 def place(progress, direction, noise, ratio, **more):

@@ -51,7 +51,7 @@ def _world(name: str, seed: int) -> Any:
 
 
 def jobs(worlds: Sequence[str], methods: Sequence[str], seeds: Iterable[int], sizes: Mapping[int, int]) -> list[Job]:
-    """What is measured: all variants of these methods, and the baseline; all without `methods`."""
+    """What is measured: all variants of these methods, and the baseline where they act; all without `methods`."""
     labels: dict[tuple[str, int], list[str]] = {}
     for name in worlds:
         for rollouts in sizes:
@@ -60,7 +60,7 @@ def jobs(worlds: Sequence[str], methods: Sequence[str], seeds: Iterable[int], si
                 continue  # a pool of few prompts: a batch would be most of them
             found = variants_of(name, world, rollouts)
             kept = [v for v in found if not methods or v.label == BASELINE or set(methods) & set(v.methods)]
-            labels[name, rollouts] = [v.label for v in kept]
+            labels[name, rollouts] = [v.label for v in kept] if not methods or len(kept) > 1 else []
     return [  # by seed: after each of them there is something to look at
         Job(name, seed, label, rollouts, batches)
         for seed in seeds

@@ -48,7 +48,7 @@ def session(
     """
     parts = list(registry.select(list(methods)).classes)
     if absent := [name for name in parts if name in ABSENT]:
-        raise ConfigError(f"`{absent[0]}` acts in no world: it {ABSENT[absent[0]]}. Leave it out.")
+        raise ConfigError(f"`{absent[0]}` acts in no world. Reason: {ABSENT[absent[0]]}. Leave it out.")
     file, wanted = out / "quality.jsonl", jobs(worlds or list(WORLDS), parts, range(seeds), sizes)
     missing = [job for job in wanted if job.key not in read(file)]
     if dry_run:
