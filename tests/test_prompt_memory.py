@@ -93,6 +93,8 @@ def test_a_visit_writes_no_tensor_of_the_dataset_that_a_copy_to_save_shares(monk
     counts.visit(state, rows(7, 8), 0.5, (one.expand(2), one.expand(2)))
     assert [x.tolist() for x in counts.of(again, rows(7, 8))] == [[1.0, 0.0]] * 2
     assert [x.tolist() for x in counts.of(state, rows(7, 8))] == [[1.5, 1.0]] * 2
+    older = {**counts.start(1000, 4.0), "scale": 0.5}
+    assert [x.tolist() for x in counts.of(older, rows(7))] == [[2.0]] * 2
     monkeypatch.setattr(prompt_memory, "_MOST_RECENT", 3)
     written = []
     for batch in range(12):

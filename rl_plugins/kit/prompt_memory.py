@@ -110,7 +110,7 @@ class Counts:
         )
 
     def _scales(self, state: Mapping[str, Any]) -> Sequence[float]:
-        found: Sequence[float] = state.get("scales", [1.0] * len(self.names))
+        found: Sequence[float] = state.get("scales", [state.get("scale", 1.0)] * len(self.names))  # older states: one
         return found
 
     def visit(
