@@ -203,7 +203,10 @@ def test_a_run_that_was_killed_goes_on_from_its_last_whole_checkpoint(tmp_path, 
     log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 6, "max')
     for step in (2, 4, 10):
         (tmp_path / "trainer" / f"checkpoint-{step}").mkdir(parents=True)
-    for step in (2, 4):
+    for step in (2, 4, 6):
+        (tmp_path / "trainer" / f"checkpoint-{step}").mkdir(exist_ok=True)
+        if step < 6:  # the last one was saved with `save_only_model`
+            (tmp_path / "trainer" / f"checkpoint-{step}" / "optimizer.pt").touch()
         state = tmp_path / "trainer" / f"checkpoint-{step}" / "trainer_state.json"
         state.write_text(json.dumps({"global_step": step}))
     monkeypatch.setattr("sys.argv", ["worker"])

@@ -16,6 +16,9 @@ from rl_plugins.lab.compare.runs import CHECKPOINTS
 from rl_plugins.runtime.processes import end_with_command
 
 
+OPTIMIZERS = ("optimizer*", "global_step*")  # the second is DeepSpeed's
+
+
 def main(script: str = "rl_plugins.trl.commands.script") -> None:
     """Trains with the arguments of the command line; logs go to the file named by RL_PLUGINS_LOG_FILE.
 
@@ -73,7 +76,10 @@ def go_on(log: Path) -> float:
 
 
 def _whole(checkpoint: Path) -> int | None:
-    """The step of a checkpoint; None for one that a killed process left unfinished: TRL writes this file last."""
+    """The step of a checkpoint; None for one that a killed process left unfinished, which lacks the file that TRL writes
+    last, and for one without an optimizer (`save_only_model`)."""
+    if not any(found for pattern in OPTIMIZERS for found in checkpoint.glob(pattern)):
+        return None
     try:
         return int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
     except (OSError, ValueError, KeyError):
