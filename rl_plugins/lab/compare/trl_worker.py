@@ -15,7 +15,6 @@ from rl_plugins.lab.compare.plan import LOG_VARIABLE
 from rl_plugins.lab.compare.runs import CHECKPOINTS
 from rl_plugins.runtime.processes import end_with_command
 
-
 OPTIMIZERS = ("optimizer*", "global_step*")  # the second is DeepSpeed's
 
 
@@ -76,8 +75,8 @@ def go_on(log: Path) -> float:
 
 
 def _whole(checkpoint: Path) -> int | None:
-    """The step of a checkpoint; None for one that a killed process left unfinished, which lacks the file that TRL writes
-    last, and for one without an optimizer (`save_only_model`)."""
+    """The step of a checkpoint; None without the file that TRL writes last, which a killed process has not written, and
+    without an optimizer (`save_only_model`)."""
     if not any(found for pattern in OPTIMIZERS for found in checkpoint.glob(pattern)):
         return None
     try:
