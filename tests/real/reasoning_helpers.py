@@ -67,6 +67,19 @@ def episode_score(completions: Any, score: Any = None, **columns: Any) -> list[f
     return [0.0 if value is None or value != value else float(value) for value in score]
 
 
+def worked(completions: Any, **columns: Any) -> list[float]:
+    """1 where the first block of ```python can be computed."""
+    return [float(_computes(completion[-1]["content"])) for completion in completions]
+
+
+def _computes(text: str) -> bool:
+    code = CODE.search(text)
+    try:
+        return code is not None and computed(code[1]) >= 0
+    except ValueError:
+        return False
+
+
 def wordy(prompt: Any, answer: str, completion: str) -> int:
     """A judge of flaws: a right answer with words around it is flawed in its first step."""
     return 0 if len(completion) > len(answer) + 2 else -1

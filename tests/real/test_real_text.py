@@ -134,7 +134,7 @@ class Batches:
             return [float(sum(ids) % 3 == 0) for ids in completion_ids]
 
         self.trainer.reward_funcs[0] = reward
-        pool = self.tokenizer.encode(f"{SIGNS} 7 = \n\n ```python\ngcd(4, 6)\n``` The answer is 1.")
+        pool = self.tokenizer.encode(f"{SIGNS}{SIGNS}{SIGNS} 7 = \n\n ```python\ngcd(4, 6)\n``` The answer is 1.")
         run_programs = programs.run_programs
 
         def watched(*args: Any) -> Any:
@@ -158,10 +158,11 @@ class Batches:
                 self.prompts += [list(ids) for ids in prompt_ids]
                 return out
 
-            def of_engine(engine: Any, *args: Any) -> Any:
-                out = call(engine, *args)
+            def of_engine(engine: Any, options: Any, *args: Any) -> Any:
+                out = call(engine, options, *args)
                 self.emitted += [g.tokens for g in out]
-                return out
+                other = ((pool[0], -1.2),) * (options.top > 0)
+                return [replace(g, top=tuple(((token, -1.0), *other) for token in g.tokens)) for g in out]
 
             patch.setattr(trl.GRPOTrainer, "_generate_single_turn", of_host)
             patch.setattr(TrlEngine, "_call", of_engine)
@@ -258,8 +259,7 @@ def test_programs_keep_tokens_and_characters(name: str, tmp_path: Path, monkeypa
             assert {run.decode(t.tokens[turn.start : turn.stop]) for turn in t.turns} <= set(Signs.heard)
             read = [run.decode(t.tokens[a:b], special=True) for kind, a, b in spans(t.kinds) if kind == Kind.OBSERVED]
             assert all(f"<|im_start|>tool\n{SIGNS} " in text for text in read)
-    if name in ("adhint_rollouts", "cleaner"):
-        assert forced
+    assert forced or name != "adhint_rollouts"
 
 
 def joined(ids: tuple[int, ...], emitted: set[tuple[int, ...]]) -> bool:

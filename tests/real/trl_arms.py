@@ -101,7 +101,7 @@ def agent(*beside: str, params: Any = None, **more: Any) -> Arm:
         beside=("turn_control", *beside),
         params=PLAY | (params or {}),
         options={**AGENT, **more.pop("options", {})},
-        rewards=("episode_score",),
+        rewards=("episode_score", "worked"),
         tool=True,
         **more,
     )
@@ -110,7 +110,7 @@ def agent(*beside: str, params: Any = None, **more: Any) -> Arm:
 MASKED = Arm(refused="masked", why="decodes masked diffusion models, and this one is causal", not_applicable=True)
 IMAGES = Arm(refused="diffusion", why="makes samples of diffusion policies", not_applicable=True)
 AHEAD = Arm(refused="areal_admission", why="generation runs ahead of training in verl's asynchronous modes only")
-EPISODES = dict(options=AGENT, rewards=("episode_score",), tool=True)
+EPISODES = dict(options=AGENT, rewards=("episode_score", "worked"), tool=True)
 SLICES = {"difficulty_slices": {"heads": 2, "refresh": 1}}
 TREE = {"branch_text_rollout": {"places": [0, 1, 2]}}
 TEAM = {"m_grpo_rollout": {"parse": helpers.blocks, "max_calls": 1, "max_turns": 2}, "m_grpo": {"sub_per_rollout": 1}}
@@ -221,6 +221,7 @@ ARMS: dict[str, Arm] = {
         beside=("m_grpo_rollout",),
         params=TEAM,
         options=AGENT | WHOLE,
+        rewards=("solved", "worked"),
         tool=True,
     ),
     "m_grpo_ratio": UPDATED,
@@ -228,6 +229,7 @@ ARMS: dict[str, Arm] = {
         after=("m_grpo",),
         params=TEAM,
         options=AGENT | WHOLE,
+        rewards=("solved", "worked"),
         tool=True,
     ),
     "mdlm": MASKED,
@@ -274,12 +276,14 @@ ARMS: dict[str, Arm] = {
         beside=("ui_s1_rollout",),
         params=STEPS,
         options={"max_completion_length": 16},
+        rewards=("solved", "worked"),
         tool=True,
     ),
     "ui_s1_rollout": Arm(
         after=("ui_s1",),
         params=STEPS,
         options={"max_completion_length": 16},
+        rewards=("solved", "worked"),
         tool=True,
     ),
     "vcpo": replayed(),
