@@ -44,7 +44,6 @@ STACKS = {
     "gdpo": "",
     "epo": f"{AGENT}+epo",
     "aepo_advantages": "aepo_rollout+aepo_advantages",
-    "scope": "",
     "drpo": "",
     "grpo_roc": "",
     "dars": "",
@@ -98,11 +97,6 @@ PARAMS = [
     "latr.tau_rel=0.6",
     "arrol.detect_tokens=2",
     "arrol.cold_start=0",
-    "scope.prm='reasoning_helpers:step_scores'",
-    "scope.separator=' = '",
-    "scope.min_step=1",
-    "scope.min_prefix=0.0",
-    "scope.min_correct=4",
     "adhint_rollouts.reference_column=reference",
     "echo_labels.n_votes=4",
     "echo_labels.extract='rl_plugins.environments.reasoning_gym:answer_of'",
@@ -147,7 +141,7 @@ def write_rows(folder: Path) -> Path:
 
 
 def overrides(folder: Path) -> list[str]:
-    return ["+rl_plugins.methods=[noop]", *(f"+carousel_params.{p}" for p in PARAMS), *options(folder)]
+    return ["+rl_plugins.methods=[noop,idle]", *(f"+carousel_params.{p}" for p in PARAMS), *options(folder)]
 
 
 def options(folder: Path) -> list[str]:
@@ -229,6 +223,12 @@ def refusal(name: str, folder: Path) -> str:
 
 def test_plain_grpo_again_is_the_same(run: Run) -> None:
     assert moved(run, 1).norm() > 0 and distance(run, 2) < APART / 5
+
+
+def test_rollout_and_trainer_agree(run: Run) -> None:
+    """Prompts with and without a system prompt, of unequal lengths, and texts that were only read."""
+    logged = [e["metrics"].get("training/rollout_probs_diff_max", 0.0) for e in run.of("stepped")]
+    assert 0 < max(logged) < 5e-5
 
 
 @pytest.mark.parametrize("name", STACKS)
