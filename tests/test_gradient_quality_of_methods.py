@@ -132,6 +132,16 @@ def test_a_sentence_names_the_batches_in_which_a_method_is_ahead():
     assert ahead(biased, base, "pass@1") == "more progress in batches up to 491 rollouts"
     assert ahead(noisy, base, "pass@1") == "less progress in batches of any size"
     assert ahead({64: place(0.1, 1, 9, [1.0, 0.8, 1.2])}, base, "pass@1") == "no difference was seen"
+    # A cost that every batch has: little in large batches, so what is predicted for small ones is wrong.
+    fixed = {64: place(0.04, 1, 24.0, [0.4, 0.3, 0.5]), 1024: place(0.7, 1, 0.4, [1.2, 1.1, 1.3])}
+    both = {**base, 1024: place(0.6, 1, 0.6, [1, 1, 1])}
+    said = "less progress in batches of 64 rollouts, more progress in batches of 1,024 rollouts"
+    assert ahead(fixed, both, "pass@1") == said
+    # GRPO makes none, so there is no ratio, and the intervals come apart.
+    nothing, much = {64: place(0.0, 0.1, 99.0, None)}, {64: place(0.1, 1.0, 9.0, None)}
+    nothing[64]["ratio"] = much[64]["ratio"] = {}
+    assert ahead(much, nothing, "pass@1") == "more progress in batches of any size"
+    assert ahead(nothing, nothing, "pass@1") == "no difference was seen"
     text = sentence(biased, base, ("pass@1", "pass@8"))
     assert text == (
         "progress for pass@1 1.50 x GRPO's at 64 rollouts (1.40 to 1.60); direction 0.80 for pass@1, 0.80 for pass@8; "

@@ -44,13 +44,12 @@ def lines_of(told: Mapping[str, Any], method: str) -> list[str]:
     """What a card says of a method, a line for each world and variant."""
     by, lines = places(told), []
     for (world, variant), sizes in by.items():
-        of = next(iter(sizes.values()))
-        if method not in of["methods"]:
+        if method not in next(iter(sizes.values()))["methods"]:
             continue
-        if "refused" in of:
-            lines.append(f"{world}, {variant}: refused. {of['refused']}")
+        if made := {n: p for n, p in sizes.items() if "refused" not in p}:
+            lines.append(f"{world}, {variant}: {sentence(made, by[world, BASELINE], targets_of(world))}")
         else:
-            lines.append(f"{world}, {variant}: {sentence(sizes, by[world, BASELINE], targets_of(world))}")
+            lines.append(f"{world}, {variant}: refused. {sizes[min(sizes)]['refused']}")
     return lines
 
 
@@ -74,20 +73,31 @@ def sentence(sizes: Mapping[int, Any], base: Mapping[int, Any], targets: Sequenc
 
 def ahead(sizes: Mapping[int, Any], base: Mapping[int, Any], target: str) -> str:
     """The batches in which it makes more progress than GRPO, from direction and noise of the largest batch measured.
-    Directions whose intervals overlap count as equal. Nothing is said unless a ratio differs from 1."""
-    if not any((ratio := p["ratio"].get(target)) and not ratio[1] <= 1 <= ratio[2] for p in sizes.values()):
+    Directions whose intervals overlap count as equal. Nothing is said unless a measured size shows a difference, and
+    only what was measured where a size contradicts the rest: noise that does not fall with the rollouts."""
+    seen = {n: sign for n in sizes if n in base and (sign := _sign(sizes[n], base[n], target))}
+    if not seen:
         return "no difference was seen"
-    n = max(sizes)
+    n = max(set(sizes) & set(base))
     a, b = sizes[n], base[n]
     (way, *ends), (than, *others) = a["direction"][target], b["direction"][target]
     if ends[0] <= others[1] and others[0] <= ends[1]:
         way = than
     low, high = break_even(way, a["noise"][0], than, b["noise"][0], n)
+    if any((low < n < high) != (sign == "more") for n, sign in seen.items()):
+        return ", ".join(f"{sign} progress in batches of {n:,} rollouts" for n, sign in seen.items())
     if low == math.inf:
         return "less progress in batches of any size"
     if high < math.inf:
         return f"more progress in batches up to {high:,.0f} rollouts"
     return "more progress in batches " + (f"above {low:,.0f} rollouts" if low > 1 else "of any size")
+
+
+def _sign(a: Mapping[str, Any], b: Mapping[str, Any], target: str) -> str:
+    """Whether "more" or "less" progress was measured; by the ratio, or where there is none by both intervals."""
+    _, low, high = a["ratio"].get(target) or a["progress"][target]
+    than = (1.0, 1.0) if target in a["ratio"] else b["progress"][target][1:]
+    return "more" if low > than[1] else "less" if high < than[0] else ""
 
 
 def quality_lines(method: str) -> list[str]:

@@ -25,7 +25,7 @@ def results() -> str:
     over = "over worlds" if told["seeds"] > 1 else "over the batches of one world"
     batches = ", ".join(f"{n} batches of {int(size):,} rollouts" for size, n in told["batches"].items())
     parts = [
-        f"## Figures\n\nWorlds of {told['seeds']} seeds for each name, {batches}, {told['hours']:.1f} hours "
+        f"## Figures\n\nSeeds of each world: {told['seeds']}. Of each: {batches}, {told['hours']:.1f} hours "
         "of one core. Progress is in percent of that of a step along the exact gradient. The ratio is that to GRPO "
         f"with 8 rollouts per prompt in the same worlds; intervals are 95 %, {over}. What is predicted "
         "and the last column take direction and noise of the largest batch, and let noise fall with its rollouts.\n"
@@ -61,13 +61,10 @@ def _worlds(found: Mapping[tuple[str, str], Sizes]) -> list[str]:
 
 
 def _variants(found: Mapping[tuple[str, str], Sizes], world: str) -> list[tuple[str, Sizes]]:
-    """Of a world, those that were measured at all sizes and not refused, most progress first."""
-    first, wanted = targets_of(world)[0], set(found[world, BASELINE])
-    shown = [
-        (v, of)
-        for (w, v), of in found.items()
-        if w == world and wanted <= set(of) and all("noise" in p for p in of.values())
-    ]
+    """Of a world, what was measured, without refusals; most progress in the smallest batch first."""
+    first, smallest = targets_of(world)[0], min(found[world, BASELINE])
+    every = {v: {n: p for n, p in of.items() if "noise" in p} for (w, v), of in found.items() if w == world}
+    shown = [(v, of) for v, of in every.items() if smallest in of]
     return sorted(shown, key=lambda of: -of[1][min(of[1])]["progress"][first][0])
 
 
@@ -89,16 +86,16 @@ def _world(world: str, found: Mapping[tuple[str, str], Sizes]) -> str:
     for variant, of in _variants(found, world):
         last = of[max(of)]
         cells = [f"`{variant}`" if last["methods"] else variant]
-        cells += [f"{100 * of[n]['progress'][t][0]:.1f}" for t in targets for n in sizes]
+        cells += [f"{100 * of[n]['progress'][t][0]:.1f}" if n in of else "" for t in targets for n in sizes]
         far = progress_at(last["direction"][targets[0]][0], last["noise"][0], max(of), FAR)
         cells.append(f"{100 * far:.1f}")
-        cells += [_interval(of[n]["ratio"].get(targets[0])) for n in sizes]
+        cells += [_interval(of[n]["ratio"].get(targets[0])) if n in of else "" for n in sizes]
         cells += [f"{last['direction'][t][0]:.2f}" for t in targets]
-        cells.append(f"{last['noise'][0] / base[max(base)]['noise'][0]:.2f}")
+        cells.append(f"{last['noise'][0] / base[max(of)]['noise'][0]:.2f}")
         cells.append("" if variant == BASELINE else ahead(of, base, targets[0]))
         lines.append(f"| {' | '.join(cells)} |")
-    refused = {v: p for (w, v), of in found.items() if w == world for p in of.values() if "refused" in p}
-    lines += ["", *(f"- `{v}` was refused: {p['refused']}" for v, p in refused.items())]
+    refused = {v: (n, p) for (w, v), of in found.items() if w == world for n, p in of.items() if "refused" in p}
+    lines += ["", *(f"- {v}, {n:,} rollouts, was refused: {p['refused']}" for v, (n, p) in refused.items())]
     return "\n".join([*lines, ""])
 
 
@@ -129,6 +126,8 @@ def _forest(found: Mapping[tuple[str, str], Sizes], world: str) -> Any:
     axes = figure.subplots(1, len(sizes := list(found[world, BASELINE])), sharey=True, squeeze=False)[0]
     for axis, n in zip(axes, sizes, strict=True):
         for i, (variant, of) in enumerate(variants):
+            if n not in of:
+                continue
             mean, low, high = (100 * x for x in of[n]["progress"][target])
             own = color(2 if of[n]["methods"] else 0)
             axis.plot([low, high], [i, i], color=own, linewidth=1.6)
