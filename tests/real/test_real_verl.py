@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.real, pytest.mark.host]
 TABLE = HERE.parents[1] / "build" / "real" / "verl.json"
 PROMPTS, SAMPLES = 6, 4
 PLAIN = "noop"
-APART = 0.1  # of an update from that of plain GRPO, as a share of it
+APART = 1e-3  # of an update from that of plain GRPO, as a share of it
 AGENT = "turn_control"
 # The method that acts -> the stack of its step, if there is more in it. One that learns from a batch comes twice.
 STACKS = {
@@ -51,7 +51,6 @@ STACKS = {
     "m_grpo": "m_grpo_rollout+m_grpo",
     "vade": "",
     "fapo": "",
-    "arrol": "",
     "d3s": "",
     "branch_pruning": "branch_text_rollout+branch_advantages+branch_pruning",
     "ps_grpo": "",
@@ -95,8 +94,6 @@ PARAMS = [
     "latr.lookahead=[1,2]",
     "latr.tau_abs=0.1",
     "latr.tau_rel=0.6",
-    "arrol.detect_tokens=2",
-    "arrol.cold_start=0",
     "adhint_rollouts.reference_column=reference",
     "echo_labels.n_votes=4",
     "echo_labels.extract='rl_plugins.environments.reasoning_gym:answer_of'",
@@ -222,7 +219,7 @@ def refusal(name: str, folder: Path) -> str:
 
 
 def test_plain_grpo_again_is_the_same(run: Run) -> None:
-    assert moved(run, 1).norm() > 0 and distance(run, 2) < APART / 5
+    assert moved(run, 1).norm() > 0 and distance(run, 2) < APART / 10
 
 
 def test_rollout_and_trainer_agree(run: Run) -> None:
