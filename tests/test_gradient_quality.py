@@ -16,12 +16,12 @@ from messages import raises
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.rollouts import PlanRow
-from rl_plugins.lab.quality.drive import Driver, Variant, by_agent
+from rl_plugins.lab.quality.drive import Driver, QualityVariant, by_agent
 from rl_plugins.lab.quality.variants import variants_of
 from rl_plugins.lab.quality.worlds.chain import Chain
 from rl_plugins.lab.quality.worlds.processes import agents, sequences, team
 from rl_plugins.lab.quality.worlds.tables import better_of, first_flaw, table
-from rl_plugins.tools.gradient_quality import Table, break_even, progress_at, quality, read_pool, write_pool
+from rl_plugins.tools.gradient_quality import AnswerTable, break_even, progress_at, quality, read_pool, write_pool
 from rl_plugins.tools.gradient_quality.sketch import CountSketch, score_sketches
 
 
@@ -32,7 +32,7 @@ def tiny(prompts=3, answers=3, dims=4, seed=0):
     score -= np.einsum("pk,pkd->pd", prob, score)[:, None]
     right = np.arange(answers) == 0
     right = np.broadcast_to(right, prob.shape)
-    return Table("tiny", prob, right[..., None].astype(float), right, score)
+    return AnswerTable("tiny", prob, right[..., None].astype(float), right, score)
 
 
 def estimates(driver, batches):
@@ -93,7 +93,7 @@ def test_break_even_is_where_the_curves_cross(d, noise, e, other):
 def test_noise_and_direction_equal_those_over_all_batches_of_a_tiny_world():
     """One prompt a batch, two rollouts: 3 x 9 batches with known probabilities, against a plain loop in float64."""
     world = tiny()
-    driver = Driver(world, Variant("none", group=2, scale="none"), 2, 0)
+    driver = Driver(world, QualityVariant("none", group=2, scale="none"), 2, 0)
     chances, made, mean, square = [], [], np.zeros(4), 0.0
     for p, *pair in itertools.product(range(3), repeat=3):
         world.draw = lambda *_, p=p, pair=pair: world.answers(np.array([p, p]), np.array(pair))
@@ -117,7 +117,7 @@ def test_noise_and_direction_equal_those_over_all_batches_of_a_tiny_world():
 
 def test_a_batch_is_the_sum_of_advantages_times_scores():
     world = tiny(prompts=4)
-    driver = Driver(world, Variant("grpo", group=4), 8, 3)
+    driver = Driver(world, QualityVariant("grpo", group=4), 8, 3)
     seen = []
     draw = world.draw
     world.draw = lambda *args: seen.append(draw(*args)) or seen[-1]
@@ -180,7 +180,7 @@ def test_old_rollouts_weighted_by_exact_ratios_have_the_exact_gradient_as_their_
 
 def test_a_program_makes_rollouts_of_the_worlds_own_distribution():
     world = sequences(2, prompts=3, dims=5)
-    driver = Driver(world, Variant("branch", {"branch_text_rollout": {"places": [0, 1, 2]}}), 24, 0)
+    driver = Driver(world, QualityVariant("branch", {"branch_text_rollout": {"places": [0, 1, 2]}}), 24, 0)
     rows, made, notes = driver.player.play([PlanRow(i % 3, i, 8) for i in range(240)])
     assert [r.group for r in rows] == np.repeat(np.arange(240), 8).tolist()
     prompt = np.array([r.prompt_index for r in rows])
@@ -238,7 +238,7 @@ def test_rows_of_a_pool_are_weighted_by_tokens_and_refuse_methods_that_read_toke
     write_pool(tmp_path / "pool.npz", score, rewards, rewards[..., 0] > 0, length)
     world = read_pool(tmp_path / "pool.npz")
     np.testing.assert_allclose(world.score.sum(1), 0, atol=1e-5)
-    driver, seen = Driver(world, Variant("none", group=4, scale="none"), 8, 0), []
+    driver, seen = Driver(world, QualityVariant("none", group=4, scale="none"), 8, 0), []
     draw = world.draw
     world.draw = lambda *args: seen.append(draw(*args)) or seen[-1]
     made = driver.batch()
@@ -249,7 +249,7 @@ def test_rows_of_a_pool_are_weighted_by_tokens_and_refuse_methods_that_read_toke
     np.testing.assert_allclose(made.gradient, want, rtol=1e-6)
     assert made.tokens == answers.length.sum()
     with raises(ConfigError, "reads tokens"):
-        Driver(world, Variant("d3s", {"d3s": {}}, group=4), 8, 0)
+        Driver(world, QualityVariant("d3s", {"d3s": {}}, group=4), 8, 0)
 
 
 class Bigram(torch.nn.Module):
@@ -298,8 +298,8 @@ def test_an_exact_baseline_has_less_noise_than_a_group_of_the_same_rollouts():
     exact = dict(prior="column", prior_column="prior", cost=math.inf)
     found = {}
     for name, variant in {
-        "grpo": Variant("grpo", group=4, scale="none"),
-        "v0_5": Variant("v0_5", {"v0_5": exact}, group=4, scale="none"),
+        "grpo": QualityVariant("grpo", group=4, scale="none"),
+        "v0_5": QualityVariant("v0_5", {"v0_5": exact}, group=4, scale="none"),
     }.items():
         found[name] = quality(*estimates(Driver(world, variant, 64, 0), 40), world.targets, 64)
     assert found["v0_5"].progress["pass@1"].value > 1.1 * found["grpo"].progress["pass@1"].value
@@ -310,7 +310,7 @@ def test_the_clip_acts_on_old_rollouts_only():
     for world, equal in ((fresh, True), (old, False)):
         clipped, free = (
             estimates(Driver(world, variant, 64, 0), 2)[0]
-            for variant in (Variant("grpo"), Variant("no ratio", old="trained"))
+            for variant in (QualityVariant("grpo"), QualityVariant("no ratio", old="trained"))
         )
         assert np.allclose(clipped, free) == equal
 

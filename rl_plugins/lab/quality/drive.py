@@ -23,7 +23,7 @@ from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.rounds import Rounds, in_rounds
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing.data import make_rollouts, make_run
-from rl_plugins.tools.gradient_quality import Answers, World
+from rl_plugins.tools.gradient_quality import Answers, ExactWorld
 
 Params = Mapping[str, Mapping[str, Any]]
 FOREVER = 10**9  # batches of the run: schedules stay where they begin
@@ -32,7 +32,7 @@ NOW = 1000  # the newest version
 
 
 @dataclass(frozen=True)
-class Variant:
+class QualityVariant:
     """Methods, and what the host does.
 
     Args:
@@ -95,7 +95,7 @@ class Driver:
         ConfigError: the methods do not fit this world.
     """
 
-    def __init__(self, world: World, variant: Variant, rollouts: int, seed: int) -> None:
+    def __init__(self, world: ExactWorld, variant: QualityVariant, rollouts: int, seed: int) -> None:
         self.world, self.variant = world, variant
         self.rng = np.random.default_rng([seed, rollouts])
         self.prompts = len(world.pass_rate)

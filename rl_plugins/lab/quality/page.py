@@ -80,7 +80,12 @@ def _world(world: str, found: Mapping[tuple[str, str], Sizes]) -> str:
         "noise",
         f"for {targets[0]}, than GRPO",
     ]
-    lines = [f"### {world}", "", f"{ABOUT.get(world, 'a stored pool')}.".capitalize(), ""]
+    lines = [
+        f"### {world}",
+        "",
+        f"{ABOUT.get(world, 'stored rollouts of a policy, with sketched score functions')}.".capitalize(),
+        "",
+    ]
     lines += [f"![Progress in {world}](figures/quality/{_file(world)})", "", f"| {' | '.join(head)} |"]
     lines.append("|---|" + "---|" * (len(head) - 1))
     for variant, of in _variants(found, world):

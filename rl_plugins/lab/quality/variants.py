@@ -6,28 +6,28 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_plugins.lab.quality.drive import Variant
-from rl_plugins.tools.gradient_quality import World
+from rl_plugins.lab.quality.drive import QualityVariant
+from rl_plugins.tools.gradient_quality import ExactWorld
 
 TABLES = "rl_plugins.lab.quality.worlds.tables:"
 BASELINE = "grpo"
 EPOCHS = 2.0  # before the measurement, where prompts are remembered
 
 HOST = [
-    Variant(BASELINE),
-    *(Variant(f"grpo, {g} rollouts", group=g) for g in (2, 4, 16, 32)),
-    Variant("dr_grpo", scale="none", loss="dr_grpo"),
-    Variant("reinforce, 1 rollout", group=1, scale="reinforce"),
+    QualityVariant(BASELINE),
+    *(QualityVariant(f"grpo, {g} rollouts", group=g) for g in (2, 4, 16, 32)),
+    QualityVariant("dr_grpo", scale="none", loss="dr_grpo"),
+    QualityVariant("reinforce, 1 rollout", group=1, scale="reinforce"),
 ]
 
 
-def _one(name: str, label: str = "", group: int = 8, **options: Any) -> Variant:
+def _one(name: str, label: str = "", group: int = 8, **options: Any) -> QualityVariant:
     """A method with these parameters; `scale`, `loss`, `warm` and `old` are the host's and ours."""
     own = {k: options.pop(k) for k in ("scale", "loss", "warm", "old") if k in options}
-    return Variant(name + (f", {label}" if label else ""), {name: options}, group, **own)
+    return QualityVariant(name + (f", {label}" if label else ""), {name: options}, group, **own)
 
 
-def _tables(low: float, high: float) -> list[Variant]:
+def _tables(low: float, high: float) -> list[QualityVariant]:
     """Decisions by rows: prompts, rollouts per prompt, baselines.
 
     Args:
@@ -58,11 +58,11 @@ def _tables(low: float, high: float) -> list[Variant]:
         _one("dart_rollouts", warm=EPOCHS),
         _one("brorl"),
         _one("brorl", "32 rollouts", ramp=[[0, 32]]),
-        Variant("sol_rl", {"sol_rl_select": {}, "sol_rl_advantages": {}}),
+        QualityVariant("sol_rl", {"sol_rl_select": {}, "sol_rl_advantages": {}}),
     ]
 
 
-def _binary(prompts: int, rollouts: int) -> list[Variant]:
+def _binary(prompts: int, rollouts: int) -> list[QualityVariant]:
     """Those that count successes or votes.
 
     Args:
@@ -96,27 +96,27 @@ SEQUENCES = [
     _one("drpo"),
     _one("dora_data"),
     _one("dars_breadth"),
-    Variant("dapo: unequal groups only", {"brorl": {"norm_over": "none"}}),
-    Variant("branch_text", {"branch_text_rollout": {"places": [0, 1, 2]}, "branch_advantages": {}}),
-    Variant("branch_text, GRPO's advantages", {"branch_text_rollout": {"places": [0, 1, 2]}}),
+    QualityVariant("dapo: unequal groups only", {"brorl": {"norm_over": "none"}}),
+    QualityVariant("branch_text", {"branch_text_rollout": {"places": [0, 1, 2]}, "branch_advantages": {}}),
+    QualityVariant("branch_text, GRPO's advantages", {"branch_text_rollout": {"places": [0, 1, 2]}}),
     _one("latr", lookahead=[1, 2]),
     _one("echo_tree", min_depth=1, entropy_low=0.3, entropy_high=0.6, entropy_delta_threshold=0.0),
-    Variant("adhint", {"adhint_rollouts": {}, "adhint_advantages": {}, "adhint_gradients": {}}),
+    QualityVariant("adhint", {"adhint_rollouts": {}, "adhint_advantages": {}, "adhint_gradients": {}}),
 ]
 UPDATES = [
-    Variant(BASELINE),
-    Variant("no ratio", old="trained"),
-    Variant("cispo", loss="cispo"),
+    QualityVariant(BASELINE),
+    QualityVariant("no ratio", old="trained"),
+    QualityVariant("cispo", loss="cispo"),
     _one("aepo_clip"),
     _one("echo_clip"),
     _one("m_grpo_ratio", loss="grpo"),
     _one("drpo"),
 ]
 DELAY = [
-    Variant(BASELINE),
-    Variant("no ratio", old="trained"),
-    Variant("cispo", loss="cispo"),
-    Variant("tis", old="trained", tis=True),
+    QualityVariant(BASELINE),
+    QualityVariant("no ratio", old="trained"),
+    QualityVariant("cispo", loss="cispo"),
+    QualityVariant("tis", old="trained", tis=True),
     _one("minpro"),
     _one("decoupled_ppo"),
     _one("decoupled_ppo", "clamped", action="clamp"),
@@ -165,7 +165,7 @@ ABSENT: Mapping[str, str] = {
 _READS = {"dots": "seems", "linear_ts": "domain"}  # column of the dataset, which a pool may lack
 
 
-def variants_of(name: str, world: World, rollouts: int) -> Sequence[Variant]:
+def variants_of(name: str, world: ExactWorld, rollouts: int) -> Sequence[QualityVariant]:
     """The variants that act in a world, for batches of so many rollouts."""
     if name.startswith("delay"):
         return DELAY

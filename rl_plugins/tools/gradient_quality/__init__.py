@@ -1,6 +1,6 @@
 """How good the gradient is that a method makes of rollouts, where the exact one is known.
 
-`World` gives rollouts, the score function of each (the gradient of its log-prob), and the exact gradients of several
+`ExactWorld` gives rollouts, the score function of each (the gradient of its log-prob), and exact gradients of several
 targets. `quality` compares estimates of the gradient with one of them:
 
     progress   <E g^, g>^2 / (|g|^2 E|g^|^2): the best expected gain of one step over all learning rates, relative to a
@@ -13,14 +13,14 @@ Nothing here knows methods: `rl_plugins.lab.quality` drives them.
 """
 
 from rl_plugins.tools.gradient_quality.quality import Figure, Quality, break_even, progress_at, quality
-from rl_plugins.tools.gradient_quality.worlds import Answers, Table, World, read_pool, targets_of, write_pool
+from rl_plugins.tools.gradient_quality.worlds import Answers, AnswerTable, ExactWorld, read_pool, targets_of, write_pool
 
 __all__ = [
     "Answers",
     "Figure",
     "Quality",
-    "Table",
-    "World",
+    "AnswerTable",
+    "ExactWorld",
     "break_even",
     "progress_at",
     "quality",

@@ -1,4 +1,4 @@
-"""Where rollouts come from and every expectation is a sum: `World`, its simplest form `Table`, and stored pools."""
+"""Where rollouts come from: `ExactWorld`, whose expectations are sums, its form `AnswerTable`, and stored pools."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Answers:
     """Rollouts that a world gave.
 
     Attributes:
-        piece: (rows, time) row of `World.scores` that holds the gradient of each token's log-prob.
+        piece: (rows, time) row of `ExactWorld.scores` that holds the gradient of each token's log-prob.
         mask: (rows, time) bool, False after the end.
         length: (rows,) tokens; where a piece is a whole row, more than the mask has.
         rewards: (rows, functions) float64.
@@ -48,7 +48,7 @@ class Answers:
     index: Array | None = None
 
 
-class World:
+class ExactWorld:
     """A policy, prompts and rewards whose exact gradients are known.
 
     Attributes:
@@ -108,8 +108,8 @@ def targets_of(
 
 
 @dataclass
-class Table(World):
-    """Prompts with a list of possible answers each: a `World`.
+class AnswerTable(ExactWorld):
+    """Prompts with a list of possible answers each: a `ExactWorld`.
 
     Args:
         prob: (prompts, answers).
@@ -189,7 +189,7 @@ def write_pool(path: Path, score: Array, rewards: Array, right: Array, length: A
     np.savez_compressed(path, score=score.astype(np.float16), rewards=rewards, right=right, length=length, **more)
 
 
-def read_pool(path: Path) -> Table:
+def read_pool(path: Path) -> AnswerTable:
     """A stored pool as a world in which the K answers of a prompt are its K rollouts, each as likely.
 
     The mean of the score functions is taken off: it is 0 over all answers of the policy, and of K it is noise. The
@@ -203,7 +203,7 @@ def read_pool(path: Path) -> Table:
     score -= score.mean(1, keepdims=True)
     functions = rewards.shape[2]
     names = data["reward_names"].tolist() if "reward_names" in data else [f"reward_{i}" for i in range(functions)]
-    return Table(
+    return AnswerTable(
         path.stem,
         np.full(rewards.shape[:2], 1 / rewards.shape[1]),
         rewards,

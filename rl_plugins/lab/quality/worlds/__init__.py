@@ -9,9 +9,9 @@ from pathlib import Path
 from rl_plugins.core.errors import ConfigError, did_you_mean
 from rl_plugins.lab.quality.worlds.processes import agents, delayed, sequences, team
 from rl_plugins.lab.quality.worlds.tables import KINDS, table
-from rl_plugins.tools.gradient_quality import World, read_pool
+from rl_plugins.tools.gradient_quality import ExactWorld, read_pool
 
-WORLDS: Mapping[str, Callable[[int], World]] = {
+WORLDS: Mapping[str, Callable[[int], ExactWorld]] = {
     **{kind: partial(table, kind) for kind in KINDS},
     "sequences": sequences,
     "updates=4": partial(sequences, updates=4),
@@ -39,7 +39,7 @@ ABOUT: Mapping[str, str] = {
 }
 
 
-def world_of(name: str, seed: int) -> World:
+def world_of(name: str, seed: int) -> ExactWorld:
     """A world by its name, or a pool by its path.
 
     Raises:

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_plugins.lab.quality.drive import Driver, Variant
-from rl_plugins.tools.gradient_quality import Answers, World, targets_of
+from rl_plugins.lab.quality.drive import Driver, QualityVariant
+from rl_plugins.tools.gradient_quality import Answers, ExactWorld, targets_of
 
 Array = NDArray[Any]
 
 
 @dataclass
-class Chain(World):
-    """A `World` of processes.
+class Chain(ExactWorld):
+    """A `ExactWorld` of processes.
 
     Args:
         offset: (prompts, states, actions). features: (prompts, states, actions, dims).
@@ -184,7 +184,7 @@ def drifted(world: Chain, versions: int, nats: float, rollouts: int, seed: int) 
     theta, path = world.thetas[-1], [world.thetas[-1]]
     at = world
     for v in range(versions):
-        step = Driver(at, Variant("grpo"), rollouts, seed + v).batch().gradient
+        step = Driver(at, QualityVariant("grpo"), rollouts, seed + v).batch().gradient
         moved = at.scores @ step  # change of log-probs per unit of learning rate
         fisher = float((at._prob.ravel() * moved**2).sum() / (at._prob.shape[0] * at._prob.shape[1]))
         theta = theta + step * np.sqrt(2 * nats / max(fisher, 1e-12))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_plugins.tools.gradient_quality import Table
+from rl_plugins.tools.gradient_quality import AnswerTable
 
 KINDS = ("binary", "graded", "outliers", "skills", "judged", "rewards")
 RIGHT = 4  # of the answers
@@ -23,7 +23,7 @@ MARK, FLAW = " marked", " flawed"
 EDGES = (0.05, 0.15, 0.35, 0.65, 0.9)  # of pass rates, between the domains of `skills`
 
 
-def table(kind: str, seed: int, prompts: int = 2048, answers: int = 16, dims: int = 96) -> Table:
+def table(kind: str, seed: int, prompts: int = 2048, answers: int = 16, dims: int = 96) -> AnswerTable:
     """One of `KINDS`. The logit of an answer is an offset plus its features times the parameters, which are 0."""
     rng = np.random.default_rng([seed, 1])
     right = np.broadcast_to(np.arange(answers) < RIGHT, (prompts, answers))
@@ -53,7 +53,7 @@ def table(kind: str, seed: int, prompts: int = 2048, answers: int = 16, dims: in
         "prior_off": noisy.tolist(),
         "seems": (np.log(want / (1 - want)) + rng.normal(size=prompts)).tolist(),
     }
-    return Table(
+    return AnswerTable(
         kind,
         prob,
         rewards,
