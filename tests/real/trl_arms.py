@@ -48,7 +48,7 @@ TEXT: dict[str, Any] = {
     "dataloader_pin_memory": False,
     "seed": 0,
 }
-UPDATES = {"num_iterations": 2, "max_steps": 2, "learning_rate": 4.0}
+UPDATES = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.5}
 AGENT = {"max_completion_length": 44, "per_device_train_batch_size": 2 * GROUP}
 WHOLE = {"per_device_train_batch_size": PROMPTS * GROUP}
 PLAY = {"turn_control": {"environment": helpers.Tool, "limit": 3, "turn_tokens": 16, "remind_from": 0}}
