@@ -109,9 +109,9 @@ def policy(step: int, adapters: Path) -> tuple[Any, str]:
     weights = folder / "adapter_model.safetensors"
     if not weights.exists():
         source = adapters / f"grpo-0-{step}"
-        config = (source / "adapter_config.json").read_bytes()
+        config = json.loads((source / "adapter_config.json").read_text()) | {"base_model_name_or_path": NAME}
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "adapter_config.json").write_bytes(config)
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file({k: v.bfloat16() for k, v in load_file(source / weights.name).items()}, weights)
     model = PeftModel.from_pretrained(model, folder).merge_and_unload()
     return model.eval(), hashlib.sha256(weights.read_bytes()).hexdigest()
