@@ -138,6 +138,9 @@ def main() -> None:
         file = POOL / f"rollouts-{step}.parquet"
         if file.exists():
             continue
+        if step and not (POOL / f"adapter-{step}").exists() and not (args.adapters / f"grpo-0-{step}").exists():
+            print(f"step {step} is left out: {args.adapters} has no adapter grpo-0-{step}")
+            continue
         model, adapter = policy(step, args.adapters)
         parts = []
         for prompt, row in enumerate(rows):
