@@ -40,7 +40,8 @@ def names(folder: Path, host: str) -> dict[str, object]:
         [folder / "bin" / "python", "-c", NAMES, host], cwd=run.ROOT, capture_output=True, text=True, env=_variables()
     )
     if done.returncode:
-        return {"version": "?", "moved": [f"the adapter cannot be imported: {done.stderr.strip()[-800:]}"]}
+        cause = done.stderr.strip().splitlines()[-1]
+        return {"version": run.installed(folder)[host], "moved": [f"the adapter cannot be imported: {cause}"]}
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
