@@ -35,7 +35,8 @@ def table(lines: list[dict[str, Any]]) -> str:
     for line in sorted(lines, key=lambda line: (order[line["outcome"]], line["method"])):
         if line["outcome"] == "acted":
             shown = ", ".join(f"{name} {value:.3g}" for name, value in list(line["metrics"].items())[:3])
-            change = f"{100 * line['difference'] / line['baseline_update']:.3g} %"
+            size = line["baseline_update"]
+            change = f"{100 * line['difference'] / size:.3g} %" if size else "it rested"
         else:
             shown, change = line["why"], ""
         cells = [line["method"], ", ".join(line.get("beside", [])), line["outcome"], shown, change]

@@ -422,7 +422,7 @@ def _outcome(name: str, folder: Path, baselines: dict[Any, Run]) -> dict[str, An
     size = float(base.update.norm())
     difference = float((run.after - base.after).norm())
     said = "idle" if (idle and len(idle) == len(parts)) or (own and not moved) else "acted"  # some log nothing
-    if said == "acted" and difference < 1e-4 * size:
+    if said == "acted" and difference <= 1e-4 * max(size, float(run.update.norm())):
         said = "watched" if arm.watches else "no other weights"
     return {
         "method": name,
