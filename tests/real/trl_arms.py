@@ -148,7 +148,11 @@ ARMS: dict[str, Arm] = {
     "april": Arm(params={"april": {"over_sampling": 2.0}}, options={"max_steps": 2}),
     "areal": AHEAD,
     "areal_admission": AHEAD,
-    "arrol": Arm(params={"arrol": {"detect_tokens": 2, "cold_start": 1, "fit_steps": 5}}),
+    "arrol": Arm(
+        params={"arrol": {"detect_tokens": 2, "cold_start": 1, "fit_steps": 5, "success_threshold": 1.5}},
+        options={"max_steps": 3},
+        rewards=("solved", "brief"),
+    ),
     "ass": MASKED,
     "best_perm": Arm(params={"best_perm": {"hints_column": "hints"}}),
     "branch_advantages": Arm(beside=("branch_text_rollout",), params=TREE),
@@ -169,10 +173,15 @@ ARMS: dict[str, Arm] = {
     "dart": agent(options={"max_steps": 3}, size=2),
     "dart_advantages": agent(),
     "dart_entropy": agent(),
-    "dart_length": agent(options={"max_steps": 3}, size=2),
+    "dart_length": agent(
+        options={"max_steps": 3}, size=2, watches="no rollout takes more turns than the longest success of its prompt"
+    ),
     "dart_pool": Arm(options={"max_steps": 3}, size=4),
     "dart_rollouts": Arm(
-        params={"dart_rollouts": {"success_threshold": 0.1}}, options={"max_steps": 3}, rewards=("brief",), size=4
+        params={"dart_rollouts": {"success_threshold": 0.1}},
+        options={"max_steps": 3},
+        rewards=("solved", "brief"),
+        size=4,
     ),
     "dart_tis": replayed(),
     "decoupled_ppo": replayed(),
