@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -55,7 +56,8 @@ def installed(tmp_path, monkeypatch):
         monkeypatch.delenv(variable, raising=False)
     folder = tmp_path / "site" / "rl_plugins-0.1.0.dist-info"
     folder.mkdir(parents=True)
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: rl-plugins\nVersion: 0.1.0\n")
+    asks = "".join(f"Requires-Dist: {line}\n" for line in importlib.metadata.requires("rl-plugins"))
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: rl-plugins\nVersion: 0.1.0\n{asks}")
     (folder / "entry_points.txt").write_text("[verl.plugins]\nrl_plugins = rl_plugins.verl.plugin\n")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.chdir(tmp_path)

@@ -292,7 +292,7 @@ def test_splits_at_given_places(tmp_path: Path) -> None:
 
 def test_chains_of_an_agent(tmp_path: Path) -> None:
     engine = TableEngine({">": {"a": 0.5, "b": 0.5}, "a": {EOS: 1.0}, "b": {EOS: 1.0}}, seed=2)
-    params = dict(environment=Talk, initial_rollouts=2, branch_probability=0.0, vocabulary=4, top_logprobs=2)
+    params = dict(environment=Talk, initial_rollouts=2, branch_probability=0.0, top_logprobs=2)
     method = AepoRollout(AepoRollout.Params(**params, max_turns=3))
     prompt = make_prompt(engine.chat, "go", n=5, max_tokens=40, traced=True)
     logged: dict[str, float] = {}

@@ -309,7 +309,9 @@ def test_a_large_dataset_is_not_gone_through() -> None:
     alpha, beta = generator.uniform(0, 9, (2, size))
     set_counts(method, alpha, beta)
     observe(stack, make_rollouts([1.0, 0.0, 0.0, 1.0], prompt_index=[3] * 4))
-    assert float(method.state["alpha"][7]) == alpha[7] and method.state["scale"] == 0.999, "others are not written"
+    assert float(method.state["alpha"][7]) == alpha[7] and set(method.state["scales"]) == {0.999}, (
+        "others are not written"
+    )
     chosen = choose(stack, size, 64)
     assert len(set(chosen)) == 64
     mean = (alpha[chosen] + 1) / (alpha[chosen] + beta[chosen] + 2)

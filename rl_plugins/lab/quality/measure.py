@@ -72,7 +72,16 @@ def jobs(worlds: Sequence[str], methods: Sequence[str], seeds: Iterable[int], si
 
 def measure(job: Job) -> Record:
     """The record of a job: figures with their errors over batches, or why the variant was refused."""
-    logging.getLogger("rl_plugins").setLevel(logging.ERROR)
+    log = logging.getLogger("rl_plugins")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        return _measure(job)
+    finally:
+        log.setLevel(level)
+
+
+def _measure(job: Job) -> Record:
     import torch
 
     torch.set_num_threads(1)

@@ -277,6 +277,7 @@ def start(
         "RAY_DEDUP_LOGS": "0",
         "RAY_memory_monitor_refresh_ms": "0",  # it would end the run when other programs fill the memory
         "RAY_prestart_worker_first_driver": "0",
+        "RAY_worker_niceness": "0",  # 15 by default: other tests would come first
         "SPT_NOENV": "1",  # the name of a process goes over its command line only, so `MARK` can be read
         "HYDRA_FULL_ERROR": "1",
         "VERL_FILE_LOGGER_ROOT": str(folder),
