@@ -14,20 +14,6 @@ BUILT, PAGE = HERE.parent / "build" / "real", HERE / "README.md"
 RESULTS = {"trl": HERE / "real_model.json", "verl": HERE / "real_model_verl.json"}
 
 
-INTRO = """
-## Every method in TRL on the real model (`make test-real`)
-
-The first two layers of SmolLM2-135M-Instruct, its tokenizer and its 49,152 words, after 48 supervised steps on chats
-of two tasks of `reasoning-gym`; 8 to 16 rows a batch, one to three batches (`tests/real/trl_arms.py`). A method
-*acted* if a metric of its own is not 0, its signs of idleness do not hold in every batch, and the weights differ from
-those of the same run without it, at the same seed. It *watched* if its metrics are not 0 and it left the weights as
-they are. A method that only looks leaves every bit as it is. The last column is the norm of the difference in percent
-of the norm of the update without the method. One seed and few rows: nothing here says whether a method helps.
-
-"""
-"""Before the table, where the page has none yet."""
-
-
 def table(lines: list[dict[str, Any]]) -> str:
     """Of the page, sorted by outcome and name."""
     order = {"acted": 0, "watched": 1, "refused": 2, "not applicable": 3}

@@ -111,6 +111,7 @@ MASKED = Arm(refused="masked", why="decodes masked diffusion models, and this on
 IMAGES = Arm(refused="diffusion", why="makes samples of diffusion policies", not_applicable=True)
 AHEAD = Arm(refused="areal_admission", why="generation runs ahead of training in verl's asynchronous modes only")
 EPISODES = dict(options=AGENT, rewards=("episode_score", "worked"), tool=True)
+BINS = {"edges": [0.1], "hysteresis": 0.0}
 SLICES = {"difficulty_slices": {"heads": 2, "refresh": 1}}
 TREE = {"branch_text_rollout": {"places": [0, 1, 2]}}
 TEAM = {"m_grpo_rollout": {"parse": helpers.blocks, "max_calls": 1, "max_turns": 2}, "m_grpo": {"sub_per_rollout": 1}}
@@ -199,7 +200,7 @@ ARMS: dict[str, Arm] = {
         },
         options={"max_steps": 3},
     ),
-    "drive": Arm(params={"drive": {"sizes": [1.0, 0.5], "batches": [1]}}),
+    "drive": Arm(params={"drive": {"sizes": [1.0, 0.5], "batches": [1]}}, rewards=("solved", "brief")),
     "echo": Arm(
         params={
             "echo_labels": {"n_votes": 6, "extract": reasoning_gym.answer_of},
@@ -214,13 +215,21 @@ ARMS: dict[str, Arm] = {
     "eoser": MASKED,
     "epo": agent(options={"max_steps": 2}),
     "fapo": Arm(params={"fapo": {"judge": helpers.divisors}}),
-    "fission_grpo": Arm(params={"fission_grpo": {"role": "user"}}),
+    "fission_grpo": Arm(
+        params={"fission_grpo": {"role": "user", "correctness": "solved"}}, rewards=("solved", "brief")
+    ),
     "fission_grpo_reward": Arm(
         params={"fission_grpo_reward": {"format": "brief", "correctness": "solved"}},
         rewards=("solved", "brief"),
     ),
     "gdpo": Arm(rewards=("solved", "brief")),
-    "gdro_rollout": Arm(params={"gdro_rollout": {"n_min": 2, "n_max": 8}}),
+    "gdro_prompt": Arm(params={"gdro_prompt": BINS}, options={"max_steps": 3}, rewards=("solved", "brief"), size=6),
+    "gdro_rollout": Arm(
+        params={"gdro_rollout": {"n_min": 2, "n_max": 8, "tie": "first", **BINS}},
+        options={"max_steps": 3},
+        rewards=("solved", "brief"),
+        size=6,
+    ),
     "gigpo": agent(),
     "grpo_roc": Arm(params={"grpo_roc": {"penalty": helpers.length_penalty}}),
     "hgpo": agent(),
@@ -296,7 +305,7 @@ ARMS: dict[str, Arm] = {
         tool=True,
     ),
     "vcpo": replayed(),
-    "v0": Arm(size=4),
+    "v0": Arm(options={"max_steps": 4}, size=4),
     "v0_5": Arm(size=4),
     "xrpo": Arm(),
     "xrpo_novelty": Arm(options={"max_steps": 2}),
