@@ -18,13 +18,13 @@ def table(lines: list[dict[str, Any]]) -> str:
     """Of the page, sorted by outcome and name."""
     order = {"acted": 0, "watched": 1, "refused": 2, "not applicable": 3}
     out = ["| method | beside | outcome | what it logged, or why not | change of the update |", "|---|---|---|---|---|"]
-    for line in sorted(lines, key=lambda line: (order[line["outcome"]], line["method"])):
+    for line in sorted(lines, key=lambda line: (order.get(line["outcome"], 4), line["method"])):
         if line["outcome"] == "acted":
             shown = ", ".join(f"{name} {value:.3g}" for name, value in list(line["metrics"].items())[:3])
             size = line["baseline_update"]
             change = f"{100 * line['difference'] / size:.3g} %" if size else "it rested"
         else:
-            shown, change = line["why"], ""
+            shown, change = line.get("why") or ", ".join(line.get("silent", [])) + " 0", ""
         cells = [line["method"], ", ".join(line.get("beside", [])), line["outcome"], shown, change]
         out.append("| " + " | ".join(cells) + " |")
     return "\n".join(out)
