@@ -19,7 +19,7 @@ demo: .venv/ready-demo
 	.venv/bin/rl-plugins demo $(DEMO)
 
 test: .venv/ready-test
-	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not vllm and not deepspeed and not patches and not browser and not site and not long and not gpu and not real" --durations=25 $(PYTEST)
+	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/real -m "not vllm and not deepspeed and not patches and not browser and not site and not long and not gpu" --durations=25 $(PYTEST)
 
 lint: .venv/ready-test
 	.venv/bin/ruff format --check .

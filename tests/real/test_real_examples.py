@@ -10,12 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pandas
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from nbclient import NotebookClient
 from safetensors.torch import load_file
 from waiting import NEVER
 
@@ -102,6 +100,9 @@ def test_the_config_runs_the_same_without_a_script(tmp_path):
 
 def test_the_notebook_runs_cell_by_cell(tmp_path, monkeypatch):
     """As papermill does it: the cell of parameters, then other values, then the rest as it is."""
+    import nbformat
+    from nbclient import NotebookClient
+
     book = nbformat.read(EXAMPLES / "trl" / "reasoning_gym.ipynb", 4)
     nbformat.validate(book)
     code = [cell for cell in book.cells if cell.cell_type == "code"]
