@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -48,7 +49,7 @@ class Answers:
     index: Array | None = None
 
 
-class ExactWorld:
+class ExactWorld(ABC):
     """A policy, prompts and rewards whose exact gradients are known.
 
     Attributes:
@@ -77,16 +78,16 @@ class ExactWorld:
     is_tree: bool = False
 
     @property
-    def targets(self) -> Mapping[str, Array]:
-        raise NotImplementedError
+    @abstractmethod
+    def targets(self) -> Mapping[str, Array]: ...
 
+    @abstractmethod
     def draw(self, prompt: Array, group: Array, rng: np.random.Generator) -> Answers:
         """One rollout for each entry of `prompt`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def texts(self, prompt: Array, answers: Answers) -> list[str]:
         """What the rollouts say: equal texts are equal answers."""
-        raise NotImplementedError
 
 
 def targets_of(
