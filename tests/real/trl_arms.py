@@ -112,6 +112,9 @@ IMAGES = Arm(refused="diffusion", why="makes samples of diffusion policies", not
 AHEAD = Arm(refused="areal_admission", why="generation runs ahead of training in verl's asynchronous modes only")
 EPISODES = dict(options=AGENT, rewards=("episode_score", "worked"), tool=True)
 BINS = {"edges": [0.1], "hysteresis": 0.0}
+BRANCHES = {
+    "aepo_rollout": {"environment": helpers.Tool, "turn_tokens": 16, "initial_rollouts": 2, "branch_probability": 0.5}
+}
 SLICES = {"difficulty_slices": {"heads": 2, "refresh": 1}}
 TREE = {"branch_text_rollout": {"places": [0, 1, 2]}}
 TEAM = {"m_grpo_rollout": {"parse": helpers.blocks, "max_calls": 1, "max_turns": 2}, "m_grpo": {"sub_per_rollout": 1}}
@@ -123,29 +126,9 @@ UPDATED = Arm(options=UPDATES, rewards=("solved", "brief"))
 ARMS: dict[str, Arm] = {
     "adhint_advantages": Arm(beside=("adhint_rollouts",)),
     "adhint_gradients": Arm(beside=("adhint_rollouts",)),
-    "aepo": Arm(
-        params={
-            "aepo_rollout": {
-                "environment": helpers.Tool,
-                "turn_tokens": 16,
-                "initial_rollouts": 2,
-                "branch_probability": 0.5,
-            }
-        },
-        **{**EPISODES, "options": {**AGENT, **UPDATES}},
-    ),
+    "aepo": Arm(params=BRANCHES, **{**EPISODES, "options": {**AGENT, **UPDATES}}),
     "aepo_clip": UPDATED,
-    "aepo_rollout": Arm(
-        params={
-            "aepo_rollout": {
-                "environment": helpers.Tool,
-                "turn_tokens": 16,
-                "initial_rollouts": 2,
-                "branch_probability": 0.5,
-            }
-        },
-        **EPISODES,
-    ),
+    "aepo_rollout": Arm(params=BRANCHES, **EPISODES),
     "april": Arm(params={"april": {"over_sampling": 2.0}}, options={"max_steps": 2}),
     "areal": AHEAD,
     "areal_admission": AHEAD,
