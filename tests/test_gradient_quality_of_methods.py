@@ -50,7 +50,7 @@ def test_every_variant_makes_a_gradient_in_its_world(name):
     assert len({v.label for v in variants}) == len(variants)
     for variant in variants:
         methods = {m: {**p, "references": 8} if m == "dots" else p for m, p in variant.methods.items()}
-        variant = type(variant)(**{**vars(variant), "methods": methods, "warm": min(variant.warm, 0.5)})
+        variant = type(variant)(**{**vars(variant), "methods": methods, "warm": min(variant.warm, 0.1)})
         driver = Driver(world, variant, 32, 0)
         driver.warm()
         made = [driver.batch() for _ in range(2)]
@@ -60,8 +60,8 @@ def test_every_variant_makes_a_gradient_in_its_world(name):
 
 def test_a_measurement_goes_on_where_it_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(measured, "_world", lambda name, seed: table(name, seed, prompts=40, dims=6))
-    wanted = jobs(["binary", "agents"], ["mc_grpo"], range(2), {32: 4})
-    assert {j.world for j in wanted} == {"binary"}  # the method does not act among agents
+    wanted = jobs(["binary", "team"], ["mc_grpo"], range(2), {32: 4})
+    assert {j.world for j in wanted} == {"binary"}  # the method does not act in a team
     assert {j.variant for j in wanted} == {
         "grpo",
         "mc_grpo, 3 rollouts",

@@ -100,8 +100,6 @@ class Driver:
         self.rng = np.random.default_rng([seed, rollouts])
         self.prompts = len(world.pass_rate)
         self.count = rollouts // variant.group
-        if self.count > self.prompts:
-            raise ConfigError(f"{world.name} has {self.prompts} prompts; {rollouts} rollouts need {self.count}.")
         columns = {"prompt": [f"question {i}" for i in range(self.prompts)], **world.columns}
         self.dataset = _Dataset(columns)
         self.stack = build_stack(list(variant.methods), dict(variant.methods), seed)
@@ -163,7 +161,8 @@ class Driver:
     def _generate(self) -> tuple[list[PlanRow], Answers]:
         """The plan row of each rollout, group by group, and the rollouts."""
         stack, v = self.stack, self.variant
-        proposal = self.rng.choice(self.prompts, self.count, replace=False).tolist()
+        epochs, rest = divmod(self.count, self.prompts)
+        proposal = [*range(self.prompts)] * epochs + self.rng.choice(self.prompts, rest, replace=False).tolist()
         plan = first_plan(stack, proposal, v.group, self.budget, self.prompts, self.dataset)
         rounds = Rounds(stack, plan.rows, v.group, self.budget, self.prompts) if in_rounds(stack) else None
         rows, planned, parts = plan.rows, list[PlanRow](), list[Answers]()

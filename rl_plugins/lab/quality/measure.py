@@ -21,8 +21,8 @@ from rl_plugins.lab.quality.variants import BASELINE, variants_of
 from rl_plugins.lab.quality.worlds import world_of
 from rl_plugins.tools.gradient_quality import Figure, quality
 
-SIZES: Mapping[int, int] = {64: 300, 1024: 60}  # rollouts of a batch -> batches
-VERSION = 1  # of the worlds and of what is recorded: records of another one are measured again
+SIZES: Mapping[int, int] = {64: 60, 1024: 12, 8192: 4}  # rollouts of a batch -> batches
+VERSION = 2  # of the worlds and of what is recorded: records of another one are measured again
 Record = dict[str, Any]
 
 

@@ -27,7 +27,7 @@ def _one(name: str, label: str = "", group: int = 8, **options: Any) -> QualityV
     return QualityVariant(name + (f", {label}" if label else ""), {name: options}, group, **own)
 
 
-def _tables(low: float, high: float) -> list[QualityVariant]:
+def _rows(low: float, high: float) -> list[QualityVariant]:
     """Decisions by rows: prompts, rollouts per prompt, baselines.
 
     Args:
@@ -35,7 +35,6 @@ def _tables(low: float, high: float) -> list[QualityVariant]:
     """
     never: dict[str, Any] = dict(reward_low=low, reward_high=high, cost=math.inf, group=4, scale="none")
     return [
-        *HOST,
         _one("mc_grpo", "3 rollouts", 3),
         _one("mc_grpo", "3 rollouts, clip 3", 3, advantage_clip=3.0),
         _one("mc_grpo", "7 rollouts", 7),
@@ -86,8 +85,7 @@ JUDGED = [
     _one("brpo", judge=f"{TABLES}better_of"),
     _one("fapo", judge=f"{TABLES}first_flaw", answer_column=None),
 ]
-SEQUENCES = [
-    *HOST,
+TOKENS = [
     _one("aepo_advantages"),
     _one("echo_shaping"),
     _one("mssr_shaping"),
@@ -97,6 +95,11 @@ SEQUENCES = [
     _one("dora_data"),
     _one("dars_breadth"),
     QualityVariant("dapo: unequal groups only", {"brorl": {"norm_over": "none"}}),
+]
+SEQUENCES = [
+    *HOST,
+    *TOKENS,
+    *_rows(0.0, 1.0),
     QualityVariant("branch_text", {"branch_text_rollout": {"places": [0, 1, 2]}, "branch_advantages": {}}),
     QualityVariant("branch_text, GRPO's advantages", {"branch_text_rollout": {"places": [0, 1, 2]}}),
     _one("latr", lookahead=[1, 2]),
@@ -127,11 +130,12 @@ DELAY = [
 ]
 AGENTS = [
     *HOST,
+    *TOKENS,
+    *_rows(0.0, 1.0),
     _one("gigpo"),
     _one("hgpo"),
     _one("dart_advantages"),
     _one("dart_entropy"),
-    _one("dart_rollouts", warm=EPOCHS),
 ]
 TEAM = [
     *HOST,
@@ -162,8 +166,6 @@ ABSENT: Mapping[str, str] = {
     "rollart_redundancy": "saves time, and changes no gradient",
 }
 
-_READS = {"dots": "seems", "linear_ts": "domain"}  # column of the dataset, which a pool may lack
-
 
 def variants_of(name: str, world: ExactWorld, rollouts: int) -> Sequence[QualityVariant]:
     """The variants that act in a world, for batches of so many rollouts."""
@@ -173,12 +175,15 @@ def variants_of(name: str, world: ExactWorld, rollouts: int) -> Sequence[Quality
         return UPDATES
     named = {"sequences": SEQUENCES, "agents": AGENTS, "team": TEAM, "rewards": REWARDS, "judged": JUDGED}
     if name in named:
-        return named[name]
-    rewards = world.rewards @ world.reward_weights  # type: ignore[attr-defined]  # the others are tables
-    there = {"prompt", *world.columns}
-    found = [
-        v
-        for v in _tables(float(rewards.min()), float(rewards.max()))
-        if {_READS.get(m, "prompt") for m in v.methods} <= there
-    ]
-    return [*found, *_binary(len(world.pass_rate), rollouts)] if name in ("binary", "skills") else found
+        found = named[name]
+    else:
+        rewards = world.rewards @ world.reward_weights  # type: ignore[attr-defined]  # the others are tables
+        found = [*HOST, *_rows(float(rewards.min()), float(rewards.max()))]
+        found += _binary(len(world.pass_rate), rollouts) if name in ("binary", "skills") else []
+    return [v for v in found if _reads(v) <= set(world.columns)]
+
+
+def _reads(variant: QualityVariant) -> set[str]:
+    """Columns of the dataset, which a world may lack."""
+    named = {p[k] for p in variant.methods.values() for k in ("prior_column", "column") if k in p}
+    return named | ({"seems"} if "dots" in variant.methods else set())

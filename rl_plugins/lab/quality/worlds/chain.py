@@ -74,6 +74,7 @@ class Chain(ExactWorld):
         self.entropies = np.repeat(-(prob * logprobs[-1]).sum(-1).ravel(), actions)
         self.sum_squared_probs = np.repeat((prob**2).sum(-1).ravel(), actions)
         self._weights, self.pass_rate = self._occupancy_times_advantage(np.ones(self.horizon))
+        self.columns = {**self.columns, "prior": self.pass_rate.tolist()}
 
     def logprobs_at(self, theta: Array) -> Array:
         """(prompts, states, actions) under these parameters."""
