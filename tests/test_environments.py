@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import math
@@ -84,6 +85,31 @@ def test_turns_are_recorded_with_the_state_before_them():
     assert isinstance(tools.rl_plugins_turns[0], TurnRecord)
     tools.reset(target=1)
     assert records(tools) == []
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["a script", "a notebook"])
+def test_methods_may_be_coroutines(running):
+    class Slow(Scored):
+        async def act(self, action):  # type: ignore[override]
+            return super().act(action)
+
+        async def score(self):  # type: ignore[override]
+            return super().score()
+
+        async def close(self):  # type: ignore[override]
+            super().close()
+
+    def play():
+        tools = as_tools(Slow)()
+        tools.reset(target=2)
+        return tools.act("up"), tools.get_reward()
+
+    async def notebook():
+        return play()
+
+    assert (asyncio.run(notebook()) if running else play()) == ("at 1", 0.5)
+    gc.collect()
+    assert Slow.closed == Counter.closed + 1
 
 
 def test_an_action_before_reset_reaches_no_environment():

@@ -339,7 +339,7 @@ class Chat(Protocol):
 
     def reply(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Token ids that follow the end of the policy's turn when these messages answer it, up to where it answers
-        again."""
+        again. Names of special tokens in the messages are text: an observation ends no turn."""
         ...
 
 

@@ -142,9 +142,9 @@ def start_call(call: Call) -> concurrent.futures.Future[Called]:
 
 
 def answer_of(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function or a coroutine function answers; in a thread without an event loop."""
+    """What a function or a coroutine function answers."""
     result = function(*args)
-    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+    return finished(_awaited(result)) if inspect.isawaitable(result) else result
 
 
 async def _awaited(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.files import read_json
 from rl_plugins.kit.prompts import as_content, as_text
+
+_PRIVATE = 0xE000  # first character of Unicode's private use area
 
 TEMPLATE_FILES = (
     "tokenizer_config.json",
@@ -87,7 +90,7 @@ class TokenizerChat:
     def _reply(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """What the template adds behind the end of an assistant's turn, found on a conversation of two messages."""
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
-        begun, whole = self._render(before, False), self._render([*before, *messages], True)
+        begun, whole = self._render(before, False), self._render_as_said([*before, *messages])
         ends = [i for i, token in enumerate(begun) if token in self._eos]
         if ends:  # some templates write a line break behind the end; the policy's own turn has only the end
             begun = begun[: ends[-1] + 1]
@@ -99,17 +102,36 @@ class TokenizerChat:
             )
         return whole[len(begun) :]
 
+    def _render_as_said(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """Up to where the policy answers, with names of special tokens in the messages as text."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        names = [t.content for t in added if t.special and any(t.content in str(m["content"]) for m in messages)]
+        if not names:
+            return self._render(messages, True)
+        marks = {chr(_PRIVATE + i): name for i, name in enumerate(names)}  # while the template is applied
+        marked = [dict(message) for message in messages]
+        for message in marked:
+            message["content"] = as_text(message["content"])
+            for mark, name in marks.items():
+                message["content"] = message["content"].replace(name, mark)
+        ids: list[int] = []
+        for part in re.split(f"([{''.join(marks)}])", self._templated(marked, True, tokenize=False)):
+            how = {"add_special_tokens": False, "split_special_tokens": part in marks}
+            ids += self.tokenizer.encode(marks.get(part, part), **how)
+        return tuple(ids)
+
     def _render(self, messages: Sequence[Mapping[str, Any]], generate: bool) -> tuple[int, ...]:
+        return tuple(self._templated(messages, generate, tokenize=True, return_dict=False))
+
+    def _templated(self, messages: Sequence[Mapping[str, Any]], generate: bool, **how: bool) -> Any:
         if getattr(self.tokenizer, "chat_template", None) is None and "chat_template" not in self._options:
             raise ConfigError(
                 "The tokenizer has no chat template, and a method renders conversations with it. Set one "
                 "(tokenizer.chat_template), or give the prompts as texts to a method that needs no conversation."
             )
-        ids = self.tokenizer.apply_chat_template(
+        return self.tokenizer.apply_chat_template(
             [{**m, "content": as_content(m["content"])} if m.get("content") is not None else dict(m) for m in messages],
             add_generation_prompt=generate,
-            tokenize=True,
-            return_dict=False,
+            **how,
             **self._options,
         )
-        return tuple(ids)

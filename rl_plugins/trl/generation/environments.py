@@ -22,7 +22,7 @@ from rl_plugins.kit.agents.environment import (
     scored,
 )
 from rl_plugins.kit.prompts import as_text
-from rl_plugins.kit.threads import run_calls
+from rl_plugins.kit.threads import answer_of, run_calls
 
 logger = logging.getLogger("rl_plugins")
 
@@ -62,7 +62,7 @@ class _Tools:
     def _made(self) -> Any:
         environment = self._answer("")
         if environment is not None:
-            weakref.finalize(self, environment.close)  # TRL keeps its environments and closes none
+            weakref.finalize(self, answer_of, environment.close)  # TRL keeps its environments and closes none
         return environment
 
     def _answer(self, method: str, *args: Any) -> Any:
@@ -83,7 +83,7 @@ class _Tools:
             self.rl_plugins_turns.append(TurnRecord(before.anchor, math.nan, False))
             return ENDED
         try:
-            self._last = observed(self._environment, "act", self._environment.act(action))
+            self._last = observed(self._environment, "act", answer_of(self._environment.act, action))
         except Exception as e:  # TRL shows its message to the agent
             self.rl_plugins_turns.append(TurnRecord(before.anchor, math.nan, False))
             self._wrong = e if isinstance(e, ConfigError) else None
@@ -122,7 +122,7 @@ def as_tools(factory: Callable[[], Environment]) -> type:
         sample = factory()
         kind = type(sample)
         if isinstance(sample, Environment):
-            sample.close()
+            answer_of(sample.close)
     missing = missing_methods(kind)
     if missing:
         raise TypeError(
