@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from test_trace import Drops, Halves, Ranks, Shapes, batch_of, started
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from typer.testing import CliRunner
 
 from rl_plugins.commands.cli import app
@@ -15,6 +18,7 @@ from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.rollouts import TokenIds
 from rl_plugins.lab.viewer.terminal import completion_of, visible
 from rl_plugins.lab.viewer.trees import SharedPiece, tree_of
+from rl_plugins.runtime.chat import TokenizerChat
 from rl_plugins.runtime.decide import decide
 from rl_plugins.testing.data import make_run
 
@@ -36,6 +40,9 @@ class Hostile:
 
     def decode(self, tokens: Any, special: bool = False) -> str:
         return "".join(HOSTILE[t % len(HOSTILE)] for t in tokens)
+
+    def piece(self, token: int) -> str:
+        return self.decode((token,))
 
 
 def invoke(*words: str) -> Any:
@@ -83,6 +90,20 @@ def test_read_and_forced_tokens_are_told_from_sampled_ones() -> None:
     texts = {1: "a", 2: "b", 3: "\n", 4: "{x}"}
     assert completion_of(row, texts).plain == "ab{{\\na}}<<{x}>>b"
     assert completion_of({**row, "kinds": [1] * 6}, texts).plain == "as sampled"
+
+
+def test_tokens_that_are_pieces_of_a_character_are_joined() -> None:
+    """Of a byte-level vocabulary that has learned one pair of bytes."""
+    alphabet = {c: i for i, c in enumerate(sorted(bytes_to_unicode().values()))}
+    core = Tokenizer(models.BPE(alphabet | {"\u0120\u00e6": 256}, [("\u0120", "\u00e6")]))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    chat = TokenizerChat(PreTrainedTokenizerFast(tokenizer_object=core))
+    ids = chat.encode("a 日\\xe6")
+    texts = {i: chat.piece(i) for i in ids}
+    assert [texts[i] for i in ids] == ["a", " \\xe6", "\\x97", "\\xa5", "\\", "x", "e", "6"]
+    row = {"kinds": [0] * 4 + [1] * 4, "completion_ids": list(ids)}
+    assert completion_of(row, texts).plain == "<<a 日>>\\xe6"
+    assert completion_of({**row, "kinds": [0] * 3 + [1] * 5}, texts).plain == "<<a \\xe6\\x97>>\\xa5\\xe6"
 
 
 @pytest.mark.parametrize("text", HOSTILE)

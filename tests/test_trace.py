@@ -36,6 +36,9 @@ class Letters:
     def decode(self, tokens: Any, special: bool = False) -> str:
         return "".join(chr(97 + t) for t in tokens)
 
+    def piece(self, token: int) -> str:
+        return self.decode((token,))
+
 
 class Plans(Method):
     name = "plans"

@@ -333,6 +333,10 @@ class Chat(Protocol):
         """The text of tokens, with special tokens or without."""
         ...
 
+    def piece(self, token: int) -> str:
+        """The text of a token; bytes of a character that other tokens complete are written `\\xe6`."""
+        ...
+
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Token ids of a conversation up to where the policy answers."""
         ...

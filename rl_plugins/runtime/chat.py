@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.files import read_json
-from rl_plugins.kit.prompts import as_content, as_text
+from rl_plugins.kit.prompts import NO_CHARACTER, as_content, as_text
 
 _PRIVATE = 0xE000  # first character of Unicode's private use area
 
@@ -75,6 +75,18 @@ class TokenizerChat:
 
     def decode(self, tokens: Sequence[int], special: bool = False) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=not special))
+
+    def piece(self, token: int) -> str:
+        text = self.decode((token,), special=True)
+        if NO_CHARACTER not in text:
+            return text
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+        name = str(self.tokenizer.convert_ids_to_tokens(token))
+        if not byte_of.keys() >= set(name):
+            return name  # not a byte-level vocabulary: SentencePiece writes <0xE6>
+        return bytes(byte_of[character] for character in name).decode("utf-8", "backslashreplace")
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         return self._render(messages, True)

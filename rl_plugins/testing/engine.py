@@ -45,6 +45,9 @@ class CharChat:
     def decode(self, tokens: Sequence[int], special: bool = False) -> str:
         return "".join(chr(t) if t else EOS * special for t in tokens)
 
+    def piece(self, token: int) -> str:
+        return self.decode((token,), special=True)
+
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         said = [as_text(m["content"]) for m in messages]
         parts = [f"{s}{EOS}" if m["role"] == "assistant" else f"<{s}>" for s, m in zip(said, messages, strict=True)]

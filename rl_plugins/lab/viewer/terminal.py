@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
@@ -134,10 +135,17 @@ def completion_of(row: Mapping[str, Any], texts: Mapping[int, str]) -> Text:
         return Text(visible(row["completion"]))
     text, room = Text(), LONGEST
     for kind, run in itertools.groupby(zip(row["kinds"], row["completion_ids"], strict=True), key=itemgetter(0)):
-        piece = "".join(texts[token] for _, token in run)
+        piece = _BYTES.sub(_characters, "".join(texts[token] for _, token in run))
         text.append_text(Text.assemble(*_marked(visible(piece, max(room, 0)), kind)))
         room -= len(piece)
     return text
+
+
+_BYTES = re.compile(r"(\\x[89a-f][0-9a-f])+")  # as `Chat.piece` writes them
+
+
+def _characters(found: re.Match[str]) -> str:
+    return bytes.fromhex(found[0].replace("\\x", "")).decode("utf-8", "backslashreplace")
 
 
 def _marked(text: str, kind: int) -> list[tuple[str, str]]:

@@ -107,7 +107,7 @@ class Writer:
         for record in records:
             found.update(record["prompt_ids"].tolist(), record["completion_ids"].tolist())
         new = sorted(found - self._texts.keys())
-        self._texts |= {i: self._decoded((i,)) for i in new}
+        self._texts |= {i: "" if self._chat is None else written(self._chat.piece(i)) for i in new}
         return [{"id": i, "text": self._texts[i]} for i in new]
 
     def _thin(self) -> None:
