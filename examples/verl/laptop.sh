@@ -37,6 +37,8 @@ export VERL_PLATFORM=cpu
 # Many small processes share the cores; more threads in each would only make them wait for each other.
 # (TransferQueue's own 8 are more than a laptop has, which it reports a hundred times per step.)
 export OMP_NUM_THREADS=1 TQ_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# Ray would end the run where all programs of the machine together fill 95 % of its memory.
+export RAY_memory_monitor_refresh_ms=0
 # Nothing is downloaded or reported. verl's metrics go to a file, one JSON object per step.
 export HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 VERL_FILE_LOGGER_PATH="$out/metrics.jsonl"
 

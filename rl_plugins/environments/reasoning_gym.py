@@ -21,7 +21,6 @@ from rl_plugins.core.errors import ConfigError
 from rl_plugins.environments.libraries import library
 
 SYSTEM = "Reply with the answer only."
-ROLES = ("user", "assistant")
 SOLVED = 0.999  # scores are floats; a full one is 1
 SHORT, LONG = 12, 60  # characters, of `brief`
 
@@ -36,12 +35,7 @@ def _dataset(task: str, seed: int, size: int, settings: str) -> Any:
 
 
 def rows(
-    tasks: Mapping[str, Mapping[str, Any]],
-    size: int,
-    *,
-    system: str | None = SYSTEM,
-    seed: int = 0,
-    examples: Sequence[tuple[str, str]] = (),
+    tasks: Mapping[str, Mapping[str, Any]], size: int, *, system: str | None = SYSTEM, seed: int = 0
 ) -> list[dict[str, Any]]:
     """Rows of a dataset, the tasks in turn.
 
@@ -51,8 +45,6 @@ def rows(
         system: system prompt; None: the chat begins with the question.
         seed: of the questions; one comes twice where a task has few.
 
-        examples: question and answer of earlier turns of the chat, which show the form of an answer.
-
     Returns:
         Rows with `prompt` (a chat), `task`, `entry` (JSON text, what the task's scorer reads), `answer`.
 
@@ -60,13 +52,12 @@ def rows(
         ConfigError: reasoning-gym is missing, or has no such task or setting.
     """
     names, made = list(tasks), []
-    shown = [{"role": role, "content": text} for pair in examples for role, text in zip(ROLES, pair, strict=True)]
     each = -(-size // len(names))
     for i in range(size):
         name = names[i % len(names)]
         entry = _dataset(name, seed, each, json.dumps(dict(tasks[name])))[i // len(names)]
         chat = [{"role": "system", "content": system}] if system else []
-        chat += [*shown, {"role": "user", "content": entry["question"].strip()}]
+        chat.append({"role": "user", "content": entry["question"].strip()})
         made.append(
             {"prompt": chat, "task": name, "entry": json.dumps(entry, default=str), "answer": str(entry["answer"])}
         )

@@ -37,9 +37,6 @@ TASKS = {
         "allow_parentheses": False,
     }
 }
-EXAMPLES = [
-    ("Calculate 2 + 3.", "2 + 3 = 5")
-]  # without it, an answer in 20 is right: the model talks about the question
 REWARDS, WEIGHTS = ("solved", "correct", "brief"), (0.0, 1.0, 1.0)
 METRICS = ["eval_rewards/solved/mean", "eval_rewards/brief/mean", "rewards/solved/mean", "rewards/brief/mean"]
 LABELS = {
@@ -70,7 +67,7 @@ class Size:
 
 
 # On a CPU the last third of the layers has LoRA: gradients go no deeper, which saves a third of a step's time.
-ON_CPU = Size(16, 16, 4, 48, "float32", r".*layers\.2\d\..*_proj", 2e-4)
+ON_CPU = Size(24, 16, 4, 48, "float32", r".*layers\.2\d\..*_proj", 3e-4)
 ON_CUDA = Size(200, 128, 16, 200, "bfloat16", r".*layers\..*_proj", 2e-4)
 
 
@@ -170,7 +167,7 @@ def config(size: Size, data: Path, methods: Sequence[str], gpu: bool, long: bool
         "reward_weights": list(settings.BINARY if any(map(settings.wants_binary, methods)) else WEIGHTS),
         "per_device_train_batch_size": size.rows,
         "num_generations": size.group,
-        "max_completion_length": 14,
+        "max_completion_length": 24,
         "max_steps": steps,
         "learning_rate": size.learning_rate,
         "warmup_steps": 2,
@@ -211,7 +208,5 @@ def costs(waiting: int, jobs: int, size: Size, gpu: bool, steps: int) -> list[st
 
 def write_data(folder: Path, size: Size) -> None:
     """Questions to train on and held-out questions, as files that `datasets` reads."""
-    for name, rows in zip(
-        ("train", "test"), reasoning_gym.split(TASKS, 400, size.held_out, examples=EXAMPLES), strict=True
-    ):
+    for name, rows in zip(("train", "test"), reasoning_gym.split(TASKS, 400, size.held_out), strict=True):
         write_text(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
