@@ -59,7 +59,7 @@ def test_every_variant_makes_a_gradient_in_its_world(name):
 
 
 def test_a_measurement_goes_on_where_it_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(measured, "_world", lambda name, seed: table(name, seed, prompts=40, dims=6))
+    monkeypatch.setattr(measured, "_world", lambda name, seed, _: table(name, seed, prompts=40, dims=6))
     wanted = jobs(["binary", "team"], ["mc_grpo"], range(2), {32: 4})
     assert {j.world for j in wanted} == {"binary"}  # the method does not act in a team
     assert {j.variant for j in wanted} == {
@@ -92,7 +92,7 @@ def test_records_of_another_version_are_measured_again(tmp_path):
 
 
 def test_a_session_keeps_records_summary_and_figures_and_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(measured, "_world", lambda name, seed: table(name, seed, prompts=40, dims=6))
+    monkeypatch.setattr(measured, "_world", lambda name, seed, _: table(name, seed, prompts=40, dims=6))
     root, out = tmp_path / "checkout", tmp_path / "out"
     (root / "rl_plugins" / "lab" / "quality").mkdir(parents=True)
     (root / "rl_plugins" / "cards").mkdir()

@@ -18,10 +18,10 @@ import numpy as np
 from rl_plugins.core.errors import RLPluginsError
 from rl_plugins.lab.quality.drive import Driver
 from rl_plugins.lab.quality.variants import BASELINE, variants_of
-from rl_plugins.lab.quality.worlds import world_of
+from rl_plugins.lab.quality.worlds import is_pool, world_of
 from rl_plugins.tools.gradient_quality import Figure, quality
 
-SIZES: Mapping[int, int] = {64: 60, 1024: 12, 8192: 4}  # rollouts of a batch -> batches
+SIZES: Mapping[int, int] = {64: 48, 1024: 8, 8192: 3}  # rollouts of a batch -> batches
 VERSION = 2  # of the worlds and of what is recorded: records of another one are measured again
 Record = dict[str, Any]
 
@@ -46,17 +46,17 @@ class Job:
 
 
 @lru_cache(maxsize=2)
-def _world(name: str, seed: int) -> Any:
-    return world_of(name, seed)
+def _world(name: str, seed: int, rollouts: int) -> Any:
+    return world_of(name, seed, rollouts)
 
 
 def jobs(worlds: Sequence[str], methods: Sequence[str], seeds: Iterable[int], sizes: Mapping[int, int]) -> list[Job]:
     """What is measured: all variants of these methods, and the baseline where they act; all without `methods`."""
     labels: dict[tuple[str, int], list[str]] = {}
     for name in worlds:
+        world = _world(name, 0, 0)
         for rollouts in sizes:
-            world = _world(name, 0)
-            if rollouts // 8 > len(world.pass_rate) // 2:
+            if is_pool(name) and rollouts // 8 > len(world.pass_rate) // 2:
                 continue  # a pool of few prompts: a batch would be most of them
             found = variants_of(name, world, rollouts)
             kept = [v for v in found if not methods or v.label == BASELINE or set(methods) & set(v.methods)]
@@ -85,7 +85,7 @@ def _measure(job: Job) -> Record:
     import torch
 
     torch.set_num_threads(1)
-    world, start = _world(job.world, job.seed), time.process_time()
+    world, start = _world(job.world, job.seed, job.rollouts), time.process_time()
     (variant,) = (v for v in variants_of(job.world, world, job.rollouts) if v.label == job.variant)
     record: Record = {"version": VERSION, **asdict(job), "methods": list(variant.methods)}
     try:

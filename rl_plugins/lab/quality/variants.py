@@ -11,6 +11,7 @@ from rl_plugins.tools.gradient_quality import ExactWorld
 
 TABLES = "rl_plugins.lab.quality.worlds.tables:"
 BASELINE = "grpo"
+MOST_PLAYED = 1024  # rollouts of a batch in which programs play: each takes milliseconds
 EPOCHS = 2.0  # before the measurement, where prompts are remembered
 
 HOST = [
@@ -100,6 +101,8 @@ SEQUENCES = [
     *HOST,
     *TOKENS,
     *_rows(0.0, 1.0),
+]
+PROGRAMS = [
     QualityVariant("branch_text", {"branch_text_rollout": {"places": [0, 1, 2]}, "branch_advantages": {}}),
     QualityVariant("branch_text, GRPO's advantages", {"branch_text_rollout": {"places": [0, 1, 2]}}),
     _one("latr", lookahead=[1, 2]),
@@ -175,7 +178,7 @@ def variants_of(name: str, world: ExactWorld, rollouts: int) -> Sequence[Quality
         return UPDATES
     named = {"sequences": SEQUENCES, "agents": AGENTS, "team": TEAM, "rewards": REWARDS, "judged": JUDGED}
     if name in named:
-        found = named[name]
+        found = named[name] + (PROGRAMS if world.is_tree and rollouts <= MOST_PLAYED else [])
     else:
         rewards = world.rewards @ world.reward_weights  # type: ignore[attr-defined]  # the others are tables
         found = [*HOST, *_rows(float(rewards.min()), float(rewards.max()))]

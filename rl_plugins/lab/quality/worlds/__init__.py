@@ -11,7 +11,7 @@ from rl_plugins.lab.quality.worlds.processes import agents, delayed, sequences, 
 from rl_plugins.lab.quality.worlds.tables import KINDS, table
 from rl_plugins.tools.gradient_quality import ExactWorld, read_pool
 
-WORLDS: Mapping[str, Callable[[int], ExactWorld]] = {
+WORLDS: Mapping[str, Callable[..., ExactWorld]] = {
     **{kind: partial(table, kind) for kind in KINDS},
     "sequences": sequences,
     "updates=4": partial(sequences, updates=4),
@@ -39,14 +39,22 @@ ABOUT: Mapping[str, str] = {
 }
 
 
-def world_of(name: str, seed: int) -> ExactWorld:
+def is_pool(name: str) -> bool:
+    """Whether this is the path of a pool, not the name of a world."""
+    return name.endswith((".npz", ".parquet"))
+
+
+def world_of(name: str, seed: int, rollouts: int = 0) -> ExactWorld:
     """A world by its name, or a pool by its path.
+
+    Args:
+        rollouts: of a batch; a world has at least twice the prompts that a batch of groups of 8 takes.
 
     Raises:
         ConfigError: no such world.
     """
-    if name.endswith(".npz"):
+    if is_pool(name):
         return read_pool(Path(name))
     if name not in WORLDS:
         raise ConfigError(f"There is no world {name!r}; there are {', '.join(WORLDS)}.{did_you_mean(name, WORLDS)}")
-    return WORLDS[name](seed)
+    return WORLDS[name](seed, prompts=max(512, rollouts // 4))

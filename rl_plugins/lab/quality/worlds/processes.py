@@ -25,7 +25,7 @@ STEP_ROLLOUTS = 128  # of the run that makes older versions
 DEPTH = 6
 
 
-def sequences(seed: int, updates: int = 0, prompts: int = 2048, dims: int = 64) -> Chain:
+def sequences(seed: int, updates: int = 0, prompts: int = 512, dims: int = 64) -> Chain:
     """Binary trees with an end: state s is a prefix, and its letters lead to 2s + 1 and 2s + 2."""
     rng = np.random.default_rng([seed, 2])
     states = 2**DEPTH - 1
@@ -86,24 +86,24 @@ def references(offset: Array, gain: Array) -> list[str]:
     return found
 
 
-def agents(seed: int, prompts: int = 2048, dims: int = 64) -> Chain:
+def agents(seed: int, prompts: int = 512, dims: int = 64) -> Chain:
     """An environment with 8 turns."""
     return _graph("agents", seed, 5, 8, 0.1, prompts, dims, turns=True)
 
 
-def team(seed: int, prompts: int = 2048, dims: int = 64) -> Chain:
+def team(seed: int, prompts: int = 512, dims: int = 64) -> Chain:
     """The same graphs; in two of the places a sub-agent acts, and each stay there is a call."""
     return _graph("team", seed, 5, 8, 0.1, prompts, dims, helpers=(1, 3))
 
 
-def delayed(seed: int, lag: int) -> Chain:
+def delayed(seed: int, lag: int, prompts: int = 512) -> Chain:
     """Longer chains at the end of a run of 128 steps, with rollouts of its last `lag` versions."""
-    world, path = _run_before(seed)
+    world, path = _run_before(seed, prompts)
     return with_lag(world, path, lag, name=f"delay={lag}")
 
 
 @lru_cache(maxsize=1)
-def _run_before(seed: int, prompts: int = 2048, dims: int = 64) -> tuple[Chain, Array]:
+def _run_before(seed: int, prompts: int = 512, dims: int = 64) -> tuple[Chain, Array]:
     """The chains before a run, and the parameters of its versions."""
     world = _graph("", seed, 6, 24, 0.0, prompts, dims, old="sampled")
     return world, drifted(world, LONGEST, NATS, STEP_ROLLOUTS, seed)

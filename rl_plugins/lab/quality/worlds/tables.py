@@ -23,7 +23,7 @@ MARK, FLAW = " marked", " flawed"
 EDGES = (0.05, 0.15, 0.35, 0.65, 0.9)  # of pass rates, between the domains of `skills`
 
 
-def table(kind: str, seed: int, prompts: int = 2048, answers: int = 16, dims: int = 96) -> AnswerTable:
+def table(kind: str, seed: int, prompts: int = 512, answers: int = 16, dims: int = 96) -> AnswerTable:
     """One of `KINDS`. The logit of an answer is an offset plus its features times the parameters, which are 0."""
     rng = np.random.default_rng([seed, 1])
     right = np.broadcast_to(np.arange(answers) < RIGHT, (prompts, answers))
