@@ -63,12 +63,15 @@ class Estimate:
     Attributes:
         gradient: (dims,) of ascent, learning-rate factors included.
         generated: rollouts. tokens: of all of them. signal: rows that are trained with an advantage.
+        advantages: (rows,), NaN where one is not trained. group: (rows,).
     """
 
     gradient: NDArray[np.float64]
     generated: int
     tokens: int
     signal: int
+    advantages: NDArray[np.float64]
+    group: NDArray[np.int64]
 
 
 class _Dataset:
@@ -151,7 +154,9 @@ class Driver:
         self.stack.stats.update(combine([self.stack.metrics.take()]))
         gradient = self._gradient(decision, answers) if measured else np.zeros(self.world.scores.shape[1])
         signal = decision.trained & (decision.row_advantages != 0)
-        return Estimate(gradient, generated, int(answers.length.sum()), int(signal.sum()))
+        advantages = torch.where(decision.trained, decision.row_advantages, torch.nan).numpy()
+        group = decision.rollouts.group.numpy()
+        return Estimate(gradient, generated, int(answers.length.sum()), int(signal.sum()), advantages, group)
 
     def warm(self) -> None:
         """Batches before the measurement."""
@@ -281,6 +286,8 @@ class Driver:
         (slope,) = torch.autograd.grad(loss, terms.logprobs)
         mask = (terms.mask > 0).numpy()
         weight = slope.numpy()[mask]
+        if answers.logprobs is None and TRL_AGGREGATION[self.loss] == "seq-mean-token-mean":
+            weight = weight / answers.length[take]  # a row is one place here, whatever its length
         return -scale * (weight @ self.world.scores[answers.piece[take][mask]]).astype(np.float64)
 
     def _terms(self, decision: Decision, answers: Answers, take: NDArray[np.bool_]) -> tuple[Terms, float]:
