@@ -330,7 +330,7 @@ def walked(
         names = [stand_in if i in failed else name for i, name in enumerate(settings)]
         options = [f"+carousel=[{','.join(names)}]", f"trainer.total_training_steps={len(names)}", *overrides(folder)]
         run = start(folder / "run", options, trainer="carousel", **kwargs)
-        run.wait()
+        run.wait(NEVER + 60 * len(names))
         run.settings, run.failed = tuple(settings), failed
         done = len(run.of("stepped"))
         if done >= len(settings) - 1:
