@@ -56,6 +56,7 @@ def _rows(low: float, high: float) -> list[QualityVariant]:
         _one("v0", "exact prior", prior="column", prior_column="prior"),
         _one("v0", "own history", prior="running_mean", warm=EPOCHS),
         _one("dart_rollouts", warm=EPOCHS),
+        _one("dynamic_sampling"),
         _one("brorl"),
         _one("brorl", "32 rollouts", ramp=[[0, 32]]),
         QualityVariant("sol_rl", {"sol_rl_select": {}, "sol_rl_advantages": {}}),

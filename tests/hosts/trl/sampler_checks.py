@@ -54,6 +54,18 @@ def check_dars(decision: Any, n_first: int, n_max: int, threshold: float = 0.5) 
     return sum(asked.values()), sum(given.values())
 
 
+def check_dynamic_sampling(decision: Any) -> float:
+    """The first 8 groups with unequal rewards are trained, of 8 and as many further prompts as they need; rollouts made
+    per row trained."""
+    rewards = rewards_of(decision)
+    signal = [g for g, xs in rewards.items() if min(xs) < max(xs)]
+    prompts = decision.rollouts.prompt_index[decision.rollouts.rollout == 0].tolist()
+    assert len(set(prompts)) == len(prompts) == len(rewards) > 8 and len(signal) >= 8
+    assert decision.trained.tolist() == [g in signal[:8] for g in decision.rollouts.group.tolist()]
+    assert int(decision.trained.sum()) == 64
+    return len(decision.rollouts) / 64
+
+
 def check_brorl(decision: Any) -> None:
     """Groups of one reward leave; one mean and deviation for the batch."""
     rewards = rewards_of(decision)

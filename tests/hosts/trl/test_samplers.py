@@ -18,6 +18,7 @@ from sampler_checks import (
     centered,
     check_brorl,
     check_dars,
+    check_dynamic_sampling,
     check_xrpo_phases,
     deviation,
     hardest,
@@ -108,6 +109,15 @@ def test_dars_gives_hard_prompts_a_second_helping(tmp_path: Any) -> None:
         assert history(t, "dars/asked")[number] == asked
         assert history(t, "rl_plugins/rows_generated")[number] == 32 + given
     assert helped > 20 and t.args.scale_rewards == "none"
+
+
+def test_dynamic_sampling_fills_batches_with_groups_that_have_signal(tmp_path: Any) -> None:
+    t, _, decisions = sampled(tmp_path, ["dynamic_sampling"], max_steps=2)
+    for number, d in enumerate(decisions):
+        assert history(t, "dynamic_sampling/rollouts_per_row")[number] == pytest.approx(check_dynamic_sampling(d))
+        torch.testing.assert_close(d.row_advantages[d.trained], centered(d, deviation(1e-4)))
+    assert history(t, "dynamic_sampling/filled") == [1.0, 1.0]
+    assert history(t, "rl_plugins/rows_trained") == [64, 64]
 
 
 def test_brorl_has_fewer_prompts_with_more_rollouts_and_a_rate_for_its_rows(tmp_path: Any) -> None:

@@ -1,0 +1,93 @@
+"""Dynamic sampling of DAPO (arXiv 2503.14476): asks for further prompts until a batch has only groups with signal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_plugins import Method, MethodParams, Plan, Rollouts, Run, param
+from rl_plugins.core.rollouts import MAX_ROUNDS, PlanRow, weighted_reward
+
+_NOT_FULL = (
+    "a batch is not full after `max_rounds` further rounds, or the dataset has no other prompts; it trains what there "
+    "is (metric dynamic_sampling/filled). Raise `max_rounds` or `refill`, or choose prompts of medium difficulty."
+)
+
+
+class DynamicSampling(Method):
+    """Fills a batch with groups whose rewards differ, and generates for further prompts until it is full.
+
+    A batch of P prompts has groups with rewards r_1 .. r_G, the weighted sum of the reward functions:
+
+        round 0    all rollouts of the P prompts are made; a group has signal if max r > min r
+        round t    with m groups of signal so far: ceil(refill (P - m)) other prompts, drawn at random from the dataset
+        until      m >= P, or max_rounds further rounds were made
+        train      the first P groups with signal; all others leave before the advantages
+
+    Symbols: r (rows,) float64, before `rewards` hooks, in `plan` and `select` alike.
+
+    Special cases: a rollout without a reward (NaN) is left out of max and min; a group with fewer than two rewards has
+    no signal. No prompt comes twice in a batch, so a small dataset may end before the batch is full. A batch that is
+    not full trains what there is; one without any signal trains nothing. Groups with given completions stay as they are
+    planned, and their rows are not refilled.
+
+    Source: arXiv 2503.14476, section 3.2, equation 11 and algorithm 1.
+    """
+
+    name = "dynamic_sampling"
+    fidelity = "paper"
+    does = "Generates for further prompts until a batch holds only groups with unequal rewards"
+    problems = ("no_signal",)
+    needs = frozenset({"prompt_index", "several_rollouts"})
+    host_options = {"verl": {"algorithm.filter_groups.enable": False}}  # its own form of the same
+    decides_rollouts = True
+    rounds = True
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        max_rounds: int = param(9, "most further rounds of a batch", ge=1, lt=MAX_ROUNDS)
+        refill: float = param(1.0, "new groups per missing group in a further round", ge=1, le=16)
+
+    def start(self, run: Run) -> None:
+        self._size = run.dataset_size or 0
+
+    def plan(self, plan: Plan) -> Plan | None:
+        """Everything is spare, because nobody knows yet which groups stay; the mark is the round of a group."""
+        if plan.round == 0:
+            spare = [r if r.given else r.replace(n=0, spare=r.n + r.spare).marked(self.name, 0) for r in plan.rows]
+            return plan.replace(rows=tuple(spare))
+        own = [g for g in plan.so_far if g.row.mark(self.name) is not None]
+        wanted = sum(g.row.mark(self.name) == 0 for g in own)
+        missing = wanted - sum(len(g.rewards[~g.rewards.isnan()].unique()) > 1 for g in own)
+        if plan.round > self.params.max_rounds or missing <= 0:
+            return None
+        taken = {g.row.prompt_index for g in plan.so_far}
+        new = self._others(taken, math.ceil(self.params.refill * missing), plan)
+        first, size = plan.so_far[-1].row.group + 1, own[0].row.spare  # groups ascend
+        rows = (PlanRow(i, first + k, 0, spare=size).marked(self.name, plan.round) for k, i in enumerate(new))
+        return plan.replace(rows=(*plan.rows, *rows))
+
+    def select(self, rollouts: Rollouts) -> Tensor:
+        groups, marks = rollouts.groups, rollouts.marks(self.name)
+        number = groups.max(torch.tensor([-1 if mark is None else mark for mark in marks], dtype=torch.float64))
+        reward = torch.where(rollouts.kept, weighted_reward(rollouts.rewards, rollouts.reward_weights), torch.nan)
+        own, wanted = number >= 0, int((number == 0).sum())
+        signal = own & (groups.max(reward) > groups.min(reward))
+        keep = signal & (torch.cumsum(signal, 0) <= wanted)
+        if wanted:
+            filled, trained = int(keep.sum()) / wanted, groups.size[keep].sum()
+            self.log("rounds", 1 + number.max())
+            self.log("signal", signal[own].double().mean())
+            self.log("filled", filled)
+            self.log("rollouts_per_row", groups.size[own].sum() / trained, weight=trained)
+            if filled < 1:
+                self.warn(_NOT_FULL)
+        return groups.rows(keep | ~own)
+
+    def _others(self, taken: set[int], n: int, plan: Plan) -> list[int]:
+        """n prompts of the dataset that this batch has not had yet; fewer if there are no more."""
+        drawn = self.rng(f"round {plan.round}").choice(self._size, min(n + len(taken), self._size), replace=False)
+        return [i for i in drawn.tolist() if i not in taken][:n]
