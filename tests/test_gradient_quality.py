@@ -260,7 +260,7 @@ class Bigram(torch.nn.Module):
         self.table = torch.nn.Parameter(torch.randn(5, 5, generator=torch.Generator().manual_seed(0)))
         self.unused = torch.nn.Parameter(torch.ones(3))
 
-    def forward(self, ids):
+    def forward(self, ids, **of_transformers):
         return types.SimpleNamespace(logits=self.table[ids])
 
 
@@ -268,6 +268,7 @@ def test_score_sketches_are_sketches_of_the_gradients_of_log_probs():
     model = Bigram()
     prompts, completions = [[0, 1], [0, 1], [2], [0, 1]], [[3, 4], [2], [1, 1, 1], [3, 4]]
     found = score_sketches(model, prompts, completions, 16, seed=3)
+    torch.testing.assert_close(score_sketches(model, prompts, completions, 16, seed=3, batch=4), found)  # one by one
     sketch = CountSketch(28, 16, seed=3)
     prob = model.table.detach().softmax(-1)
     for row, prompt, completion in zip(found, prompts, completions, strict=True):

@@ -6,11 +6,11 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.core.errors import ConfigError, shortened
+from rl_plugins.core.errors import ConfigError, shortened, shown
 
 
 @contextlib.contextmanager
@@ -90,6 +90,30 @@ def claim(folder: Path, kind: str) -> None:
         mark.touch()
     except OSError as e:
         raise ConfigError(f"The folder {folder} cannot be written: {e.strerror or e}. Give another one.") from None
+
+
+def claim_for(folder: Path, kind: str, facts: Mapping[str, Any], what: str) -> None:
+    """`claim` of a folder for what these facts describe, so that a command which was cut off goes on with the same.
+
+    Args:
+        facts: name -> plain value; kept in settings.json.
+        what: is in the folder.
+
+    Raises:
+        ConfigError: it holds something else, or cannot be claimed.
+    """
+    claim(folder, kind)
+    settings, now = folder / "settings.json", json.loads(json.dumps(facts))
+    if not settings.exists():
+        write_text(settings, json.dumps(now, indent=1))
+        return
+    before = json.loads(settings.read_text(encoding="utf-8"))
+    other = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if other:
+        raise ConfigError(
+            f"--out {folder} holds {what} with another {other[0]} ({shown(before.get(other[0]))}, now "
+            f"{shown(now.get(other[0]))}). Give another folder, or the same settings to go on."
+        )
 
 
 def read_json(text: str | bytes) -> Any:

@@ -16,8 +16,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from rl_plugins.core.errors import ConfigError, shown
-from rl_plugins.core.files import claim, whole, write_text
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.files import claim_for, whole, write_text
 from rl_plugins.tools.heads import prefix_diversity, shares
 
 SOLVED = "solved"  # column of the dataset that is written
@@ -156,19 +156,8 @@ def _opened(out: Path, facts: dict[str, Any]) -> Path:
     Raises:
         ConfigError: the folder holds samples of something else.
     """
-    settings, file = out / "settings.json", out / "samples.jsonl"
-    claim(out, "heads")
-    facts = json.loads(json.dumps(facts))
-    if settings.exists():
-        before = json.loads(settings.read_text(encoding="utf-8"))
-        other = [name for name in {**before, **facts} if before.get(name) != facts.get(name)]
-        if other:
-            raise ConfigError(
-                f"--out {out} holds samples with another {other[0]} ({shown(before.get(other[0]))}, now "
-                f"{shown(facts.get(other[0]))}). Give another folder, or the same settings to go on."
-            )
-    else:
-        write_text(settings, json.dumps(facts, indent=1))
+    claim_for(out, "heads", facts, "samples")
+    file = out / "samples.jsonl"
     file.touch()
     content = file.read_bytes()
     with file.open("r+b") as f:

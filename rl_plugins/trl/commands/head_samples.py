@@ -13,9 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.rollouts import RewardFunction, Run
 from rl_plugins.tools.heads import positions_by_mask
-from rl_plugins.trl.commands import script
-from rl_plugins.trl.commands.doctor import planned_config
-from rl_plugins.trl.commands.offline import run_of_config
+from rl_plugins.trl.commands.offline import OfflineRun
 
 
 @dataclass(frozen=True)
@@ -27,12 +25,14 @@ class SamplingRun:
         model: name or folder of the model.
         options: of TRL's script for the model.
         generation: options of `generate`.
+        offline: the whole config.
     """
 
     run: Run
     model: str
     options: Mapping[str, Any]
     generation: Mapping[str, Any]
+    offline: OfflineRun
 
     @classmethod
     def of(cls, config: Path, split: str) -> SamplingRun:
@@ -40,12 +40,15 @@ class SamplingRun:
         Raises:
             ConfigError: the config, the dataset or a reward function cannot be had.
         """
-        argv = ["--config", str(config), "--dataset_train_split", split]
-        run = run_of_config(argv)
-        parsed = script.parse([*script.sort_arguments(argv).script, "--bf16", "False"], planned_config(1))
-        args, model_args = parsed[1], parsed[2]
+        return cls.of_arguments(["--config", str(config), "--dataset_train_split", split])
+
+    @classmethod
+    def of_arguments(cls, argv: Sequence[str]) -> SamplingRun:
+        """As `of`, with arguments of `rl-plugins trl grpo`."""
+        offline = OfflineRun.of(argv)
+        args, model_args = offline.known.args, offline.model
         if not model_args.model_name_or_path:
-            raise ConfigError(f"The config {config} names no model. Set model_name_or_path.")
+            raise ConfigError(f"The config {argv[1]} names no model. Set model_name_or_path.")
         generation = {
             "max_new_tokens": args.max_completion_length,
             "temperature": args.temperature,
@@ -62,7 +65,7 @@ class SamplingRun:
             "trust_remote_code": args.trust_remote_code,
             **(args.model_init_kwargs or {}),
         }
-        return cls(run, model_args.model_name_or_path, options, generation)
+        return cls(offline.run, model_args.model_name_or_path, options, generation, offline)
 
     def scored_by(self, name: str) -> list[RewardFunction]:
         """The reward functions that say what is solved: one by name, or all of them with their weights.
@@ -122,9 +125,8 @@ class Sampler:
             **sampling.generation,
         )
 
-    def sample(self, adapter: str, prompts: Sequence[Any], seed: int) -> list[list[int]]:
-        """One sample for each of these prompts: its token ids, the end token included. Global generators stay as they
-        were."""
+    def encode(self, prompts: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Prompts as the model reads them: token ids and mask, padded on the left."""
         texts = [
             prompt
             if isinstance(prompt, str)
@@ -134,7 +136,12 @@ class Sampler:
         inputs = self.tokenizer(
             texts, return_tensors="pt", padding=True, add_special_tokens=isinstance(prompts[0], str)
         )
-        inputs = {k: v.to(self.model.device) for k, v in inputs.items() if k in ("input_ids", "attention_mask")}
+        return {k: v.to(self.model.device) for k, v in inputs.items() if k in ("input_ids", "attention_mask")}
+
+    def sample(self, adapter: str, prompts: Sequence[Any], seed: int) -> list[list[int]]:
+        """One sample for each of these prompts: its token ids, the end token included. Global generators stay as they
+        were."""
+        inputs = self.encode(prompts)
         if adapter in self.adapters:
             self.model.set_adapter(adapter)
         devices = [self.model.device] if self.model.device.type == "cuda" else []
