@@ -1,7 +1,7 @@
 """Learning of a pre-trained model of 135 M parameters on tasks of reasoning-gym: methods against plain GRPO, by seeds.
 
     python benchmarks/real_learning.py --seeds 8                 the missing runs, all arms of a seed together
-    python benchmarks/real_learning.py --table                   the table of the runs that are there
+    python benchmarks/real_learning.py --table                   the table of the runs that are there, in docs/real.md
 
 Written down before the first run (2026-11-26); what a run gave changes none of it:
 - Policy: SmolLM2-135M-Instruct in bfloat16 with LoRA (rank 8, alpha 32, all four projections of attention).
@@ -14,8 +14,8 @@ Written down before the first run (2026-11-26); what a run gave changes none of 
   2. `vade`: more of them are solved.
   A claim holds if the 95 % interval of eight seeds is above 0. Fewer seeds decide nothing.
 
-A run is 6 to 8 CPU minutes on one core. Each is stored when it ends, in real_learning.json. No run has ended yet: the
-first one, `grpo 0`, was stopped behind step 12 for want of a free core (its adapter is in real_pool).
+A run is 6 to 8 CPU minutes on one core. Each is stored when it ends, in real_learning.json. real_pool has the adapters
+of `grpo 0`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from rl_plugins.environments import reasoning_gym as gym
 from rl_plugins.lab.compare.report import Interval
 from rl_plugins.lab.real.model import model_folder
 
-RESULTS = Path(__file__).parent / "real_learning.json"
+RESULTS, PAGE = Path(__file__).parent / "real_learning.json", Path(__file__).parents[1] / "docs" / "real.md"
+SEEDS = 8  # that decide
 ARMS: dict[str, list[str]] = {"grpo": [], "gdpo": ["gdpo"], "vade": ["vade"]}
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 TASKS = {
@@ -156,19 +157,28 @@ def table() -> str:
         pairs = [run["solved"] - runs["grpo"][s]["solved"] for s, run in seeds.items() if s in runs["grpo"]]
         difference = (str(Interval.of(pairs, 1 / HELD_OUT)), len(pairs)) if arm != "grpo" else ("", "")
         lines.append(f"| {arm} | {len(seeds)} | {means[0]} | {means[1]} | {difference[0]} | {difference[1]} |")
-    return "\n".join(lines)
+    few = min(map(len, runs.values()))
+    decided = "" if few >= SEEDS else f"\n\n{few} of {SEEDS} seeds have run in every arm: this decides nothing."
+    return "\n".join(lines) + decided
+
+
+def write_on_page(maker: str, text: str) -> None:
+    """Puts a text between the marks of who made it."""
+    begin, end = (f"<!-- made by benchmarks/{maker}: {mark} -->" for mark in ("begin", "end"))
+    before, rest = PAGE.read_text().split(begin)
+    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--out", type=Path, default=Path("build/real_learning"), help="folder of the adapters")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.table:
-        print(table())
+        write_on_page("real_learning.py", table())
         return
     found = results()
     if not found["base"]:

@@ -1,131 +1,36 @@
-"""Environments of Gymnasium, TextWorld, verifiers and TRL, each in a run of TRL on the embedded policy, with gigpo and
-without."""
+"""Environments of Gymnasium, TextWorld, verifiers and TRL on the embedded policy, with gigpo and without: each in a run
+of TRL, all of them in one of verl."""
 
 from __future__ import annotations
 
 import functools
+import json
 import math
-import re
-from dataclasses import replace
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
 
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "hosts" / "verl")]
+
+import pyarrow
+import pyarrow.parquet
+from library_environments import KINDS, Cliff, Guess, House, Numbers
+from runs import walked
+
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.requests import Call
-from rl_plugins.environments import Gymnasium, TextWorld, TRLTools, Verifiers
+from rl_plugins.environments import TextWorld, Verifiers
 from rl_plugins.kit.agents import Observation
 from rl_plugins.kit.agents.environment import check_environment
 from rl_plugins.kit.threads import run_calls
 from rl_plugins.lab.demo.policy import build_model, build_tokenizer
 
 pytestmark = pytest.mark.real
-
-
-class Cliff(Gymnasium):
-    id = "CliffWalking-v1"
-    actions = tuple("abcd")
-    task = "go"
-
-    def describe(self, observation: Any) -> str:
-        return str(observation)  # the drawing is long for the embedded policy
-
-
-class House(TextWorld):
-    commands = "numbered"
-    rewards = "intermediate"
-    task = "play"
-
-    def _observed(self, text: str, **fields: Any) -> Observation:  # short for the embedded policy
-        return replace(super()._observed(text, **fields), text=f"{len(self._state.admissible_commands)} commands")
-
-    def score(self) -> float:
-        return super().score() + 0.1 * (self._state.last_command == "inventory")
-
-
-def number_env() -> Any:
-    """A MultiTurnEnv as users of verifiers write them, with a parser, a stop condition and a clean-up."""
-    import verifiers as vf
-
-    class Numbers(vf.MultiTurnEnv):
-        cleaned = 0
-
-        async def setup_state(self, state):
-            state["guesses"] = []
-            return state
-
-        async def env_response(self, messages, state, **kwargs):
-            digit = re.search(r"\d", messages[-1].content or "")
-            if digit is None:
-                return [vf.UserMessage(content="a digit")]
-            state["guesses"].append(int(digit[0]))
-            if state["guesses"][-1] == int(state["answer"]):
-                state["final_env_response"] = [vf.UserMessage(content="right")]
-                return state["final_env_response"]
-            return [vf.UserMessage(content="higher" if state["guesses"][-1] < int(state["answer"]) else "lower")]
-
-        @vf.stop
-        async def repeated(self, state):
-            return len(set(state["guesses"])) < len(state["guesses"])
-
-        @vf.cleanup
-        async def count(self, state):
-            type(self).cleaned += 1
-
-    def found(answer, state):
-        return float(int(answer) in state["guesses"])
-
-    def tried(completion, state):
-        return len(state["guesses"])
-
-    rows = [{"question": "guess", "answer": str(i), "info": {"index": i}} for i in range(8)]
-    rubric = vf.Rubric(funcs=[found, tried], weights=[1.0, 0.1])
-    return Numbers(dataset=Dataset.from_list(rows), rubric=rubric, system_prompt="numbers", max_turns=4)
-
-
-class Numbers(Verifiers):
-    make = classmethod(lambda cls: number_env())
-
-
-class GuessEnv:
-    """As the documentation of TRL writes environments."""
-
-    def __init__(self):
-        self.reward, self.done = 0.0, False
-
-    def reset(self, secret, **row):
-        self.secret, self.reward, self.done, self.turns = secret, 0.0, False, 0
-        return "guess"
-
-    def guess(self, digit: str) -> str:
-        """Guess the digit.
-
-        Args:
-            digit: the guess.
-        """
-        if self.done:
-            raise ValueError("The game is over.")
-        self.turns += 1
-        found = re.search(r"\d", digit)
-        if found is None:
-            raise ValueError("That is no digit.")
-        self.reward = 1 - abs(int(found[0]) - self.secret) / 10
-        self.done = int(found[0]) == self.secret or self.turns == 4
-        return "higher" if int(found[0]) < self.secret else "lower"
-
-    async def get_reward(self) -> float:
-        return self.reward
-
-
-class Guess(TRLTools):
-    factory = GuessEnv
-    plain = "guess"
-
-    @staticmethod
-    def rows(n: int) -> list[dict[str, Any]]:
-        return [{"prompt": [{"role": "user", "content": "play"}], "secret": i % 10} for i in range(n)]
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +126,49 @@ def test_environments_are_closed_where_the_run_fails(kind, tmp_path, games):
         run(tmp_path, counting, games(2) if kind is House else kind.rows(8), ["turn_control"], broken)
     assert counting.made
     assert counting.closed == {id(made) for made in counting.made}
+
+
+def test_gigpo_acts_in_all_of_them_in_verl(tmp_path, games):
+    """Two prompts of each, eight episodes of each prompt. Both steps begin with the same weights, prompts and noise."""
+    rows = []
+    for name, kind in KINDS.items():
+        for row in games(2) if kind is House else kind.rows(2):
+            columns = {key: value for key, value in row.items() if key != "prompt"}
+            made = {
+                "data_source": name,
+                "prompt": row["prompt"],
+                "ability": name,
+                "extra_info": {"kind": name, **columns},
+            }
+            rows.append({**made, "extra_info": {"kind": name, **columns}, "reward_model": {"ground_truth": ""}})
+    file = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    options = [
+        *(f"data.{name}_files={file}" for name in ("train", "val")),
+        "data.shuffle=False",
+        "data.max_prompt_length=30",
+        "data.max_response_length=170",
+        "reward.custom_reward_function.path=pkg://verl_programs",
+        "reward.custom_reward_function.name=reward",
+        "+rl_plugins.methods=[idle]",
+        "+carousel_params.turn_control.environment='library_environments:OneOfThem'",
+        "+carousel_params.turn_control.strategy=unlimited",
+        "+carousel_params.turn_control.hard_cap=4",
+        "+carousel_params.turn_control.turn_tokens=3",
+    ]
+    stacks = ["turn_control+watch", "turn_control+gigpo+watch"]
+    run = walked(tmp_path, stacks, lambda folder: options, "noop", paths=[HERE], RL_PLUGINS_TEST_SAME="1")
+    scores = [json.loads(line) for line in (run.folder / "scores.jsonl").read_text().splitlines()]
+    for step in (1, 2):
+        logged = run.metrics(step)
+        assert logged["turn_control/failed"] == 0 and logged["turn_control/turns"] > 1
+        rollouts, _ = torch.load(run.folder / f"watch{step - 1}.pt", weights_only=False)
+        mine = scores[64 * (step - 1) :][:64]
+        assert {name: sum(kind == name for kind, _ in mine) for name in KINDS} == dict.fromkeys(KINDS, 16)
+        assert sorted(rollouts.reward.tolist()) == pytest.approx(sorted(score for _, score in mine), abs=1e-6)
+    assert 0 < run.metrics(2)["gigpo/compared"] <= 1 and run.metrics(2)["gigpo/abs_step"] > 0
+    plain, with_gigpo = (torch.load(run.folder / f"moved{step}.pt") for step in (1, 2))
+    assert (with_gigpo - plain).norm() > 1e-3 * plain.norm() > 0
 
 
 # ---- TextWorld
