@@ -16,9 +16,11 @@ from messages import raises
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.rollouts import PlanRow
+from rl_plugins.kit.masked import MaskedOptions
 from rl_plugins.lab.quality.drive import Driver, QualityVariant, by_agent
 from rl_plugins.lab.quality.variants import variants_of
 from rl_plugins.lab.quality.worlds.chain import Chain
+from rl_plugins.lab.quality.worlds.masked import masked
 from rl_plugins.lab.quality.worlds.processes import agents, sequences, team
 from rl_plugins.lab.quality.worlds.tables import better_of, first_flaw, table
 from rl_plugins.tools.gradient_quality import AnswerTable, break_even, progress_at, quality, read_pool, write_pool
@@ -250,6 +252,29 @@ def test_rows_of_a_pool_are_weighted_by_tokens_and_refuse_methods_that_read_toke
     assert made.tokens == answers.length.sum()
     with raises(ConfigError, "reads tokens"):
         Driver(world, QualityVariant("d3s", {"d3s": {}}, group=4), 8, 0)
+
+
+@pytest.mark.parametrize("how", [{}, {"unmasking": "ascending"}, {"end_confidence_start": 0.01}])
+def test_exact_values_of_masked_answers_are_those_of_real_decoding(how):
+    world = dataclasses.replace(masked(0, prompts=4, dims=3), options=MaskedOptions(**how))
+    prompt = np.repeat(np.arange(4), 4000)
+    made = world.draw(prompt, prompt, np.random.default_rng(0))
+    rate = made.rewards[:, 0].reshape(4, -1).mean(1)
+    np.testing.assert_allclose(rate, world.pass_rate, atol=0.03)
+    step = 1e-6
+    for way in np.eye(3):
+        ends = [dataclasses.replace(world, offset=world.offset + s * world.features @ way) for s in (step, -step)]
+        slope = (ends[0].pass_rate - ends[1].pass_rate) / (2 * step)
+        assert world.targets["pass@1"] @ way == pytest.approx(slope.mean(), abs=1e-6)
+
+
+def test_masked_log_probs_are_taken_in_one_state_or_in_those_of_decoding():
+    world = masked(1, prompts=16, dims=6)
+    for how, first in (({}, 4), ({"logprobs_from": "trajectory", "step_weight": "equal"}, 2)):
+        of = dataclasses.replace(world, options=MaskedOptions(**how))
+        made = of.draw(np.arange(16).repeat(40), np.arange(16), np.random.default_rng(0))
+        hidden = made.piece // 12 % 256 == 255  # the state of masks alone
+        assert (hidden.sum(1) == first).all()  # all places, or the two of the first step
 
 
 class Bigram(torch.nn.Module):

@@ -21,6 +21,7 @@ from rl_plugins.lab.quality.measure import Job, jobs, read, run
 from rl_plugins.lab.quality.session import session
 from rl_plugins.lab.quality.variants import ABSENT, variants_of
 from rl_plugins.lab.quality.worlds import ABOUT, WORLDS
+from rl_plugins.lab.quality.worlds.masked import masked
 from rl_plugins.lab.quality.worlds.processes import agents, sequences, team
 from rl_plugins.lab.quality.worlds.tables import table
 from rl_plugins.runtime import registry
@@ -32,6 +33,7 @@ SMALL = {
     "delay=2": lambda: sequences(0, updates=2, prompts=40, dims=6),
     "agents": lambda: agents(0, prompts=40, dims=6),
     "team": lambda: team(0, prompts=40, dims=6),
+    "masked": lambda: masked(0, prompts=40, dims=6),
 }
 
 

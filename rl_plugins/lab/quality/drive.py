@@ -15,6 +15,7 @@ from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.estimators import Scale, batch_std, grpo_advantages
 from rl_plugins.core.losses import TRL_AGGREGATION, aggregate, ppo_clip, weighted_logprob
 from rl_plugins.core.rollouts import PlanRow, Rollouts, Rows, Terms, TokenIds, Tokens, TurnTable, weighted_reward
+from rl_plugins.kit.masked import MASKED_OPTIONS, MaskedOptions
 from rl_plugins.lab.quality.programs import Player
 from rl_plugins.runtime import update
 from rl_plugins.runtime.decide import Decision, decide
@@ -99,13 +100,19 @@ class Driver:
     """
 
     def __init__(self, world: ExactWorld, variant: QualityVariant, rollouts: int, seed: int) -> None:
-        self.world, self.variant = world, variant
+        self.variant = variant
+        self.stack = build_stack(list(variant.methods), dict(variant.methods), seed)
+        options: dict[str, Any] = {}
+        for m in self.stack.methods:
+            options |= m.host_options.get("trl", {})
+        if of_masks := {k: v for k, v in options.items() if k in MASKED_OPTIONS}:
+            world = replace(world, options=MaskedOptions(**of_masks))  # type: ignore[type-var]  # a `Masked`
+        self.world = world
         self.rng = np.random.default_rng([seed, rollouts])
         self.prompts = len(world.pass_rate)
         self.count = rollouts // variant.group
         columns = {"prompt": [f"question {i}" for i in range(self.prompts)], **world.columns}
         self.dataset = _Dataset(columns)
-        self.stack = build_stack(list(variant.methods), dict(variant.methods), seed)
         self.budget = self.count * variant.group * self.stack.rows_per_rollout
         brought = set[str]().union(*(m.brings for m in self.stack.methods))
         if lacks := [
@@ -133,9 +140,6 @@ class Driver:
         self.stack.start(run)
         self.player = Player(self.stack, world, seed) if self.stack.claims["rollout"] else None
         self.notes: Mapping[str, Any] = {}
-        options: dict[str, Any] = {}
-        for m in self.stack.methods:
-            options |= m.host_options.get("trl", {})
         self.scale = options.get("scale_rewards", variant.scale)
         self.loss = options.get("loss_type", variant.loss)
         asked = {m.old_policy for m in self.stack.methods} - {"host"}
@@ -325,8 +329,9 @@ class Driver:
         columns = {k: v[rows][:, None] for k, v in decision.row_columns.items()}
         columns |= {k: padded(v) for k, v in decision.token_columns.items()}
         columns |= {k: v[:, None] for k, v in asked.columns.items()}
+        weight = 1 if answers.weight is None else torch.from_numpy(answers.weight)[rows]
         terms = Terms(
-            mask=live.long(),
+            mask=live * weight,
             logprobs=now.requires_grad_(),
             advantages=rowwise if flat is None else padded(flat),
             old_logprobs=old,

@@ -95,7 +95,7 @@ def _measure(job: Job) -> Record:
     except RLPluginsError as e:
         return {**record, "refused": str(e).splitlines()[0]}
     generated = np.array([m.generated for m in made], dtype=np.float64)
-    found = quality(np.stack([m.gradient for m in made]), generated, world.targets, job.rollouts)
+    found = quality(np.stack([m.gradient for m in made]), generated, driver.world.targets, job.rollouts)
 
     def pair(figure: Figure) -> list[float]:
         return [float(f"{figure.value:.6g}"), float(f"{figure.error:.3g}")]

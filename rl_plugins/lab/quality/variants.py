@@ -146,11 +146,27 @@ TEAM = [
     _one("m_grpo", loss="grpo", sub_per_rollout=4),
     _one("m_grpo", "as in the code", sub_reward="outcome", align=False, ddof=1, std_eps=1e-6),
 ]
+MASKED = [
+    QualityVariant(BASELINE),
+    _one("cj_grpo", "tokens alike", step_weight="tokens"),
+    _one("cj_grpo"),
+    _one("ass"),
+    QualityVariant("ass, cj_grpo", {"ass": {}, "cj_grpo": {}}),
+    _one("eoser"),
+    QualityVariant("ass, eoser, cj_grpo", {"ass": {}, "eoser": {}, "cj_grpo": {}}),
+]
+NAMED = {
+    "sequences": SEQUENCES,
+    "agents": AGENTS,
+    "team": TEAM,
+    "rewards": REWARDS,
+    "judged": JUDGED,
+    "masked": MASKED,
+}
 
 _PROGRAM = "its program plays tools, environments or turns, or reads hidden states; the trees of sequences have none"
 _GIVEN = "plans completions of older batches; the policy of a world does not move"
 _TEXT = "reads or edits texts, which no world has"
-_MASKED = "acts in masked diffusion; no world has it yet"
 _MANY = "acts over many steps on a moving policy, which one step does not show"
 _QUEUE = "decides which groups wait; what becomes of stale ones is in delay=n"
 ABSENT: Mapping[str, str] = {
@@ -161,7 +177,6 @@ ABSENT: Mapping[str, str] = {
     **dict.fromkeys(("best_perm", "fission_grpo", "ps_grpo", "swarm_sapo", "xrpo_seeds"), _TEXT),
     "grpo_roc": "chooses among right rollouts by the quality of their text, which no world has",
     "training_free_grpo": "makes no gradient",
-    **dict.fromkeys(("ass", "cj_grpo", "eoser"), _MASKED),
     "reward_audit": "withdraws rewards that an audit of several functions finds unsound; no world has such functions",
     "ui_s1": "learns from recorded trajectories, and no world has recorded ones",
     **dict.fromkeys(("epo", "ppo_million"), _MANY),
@@ -177,9 +192,8 @@ def variants_of(name: str, world: ExactWorld, rollouts: int) -> Sequence[Quality
         return DELAY
     if name.startswith("updates"):
         return UPDATES
-    named = {"sequences": SEQUENCES, "agents": AGENTS, "team": TEAM, "rewards": REWARDS, "judged": JUDGED}
-    if name in named:
-        found = named[name] + (PROGRAMS if world.is_tree and rollouts <= MOST_PLAYED else [])
+    if name in NAMED:
+        found = NAMED[name] + (PROGRAMS if world.is_tree and rollouts <= MOST_PLAYED else [])
     else:
         rewards = world.rewards @ world.reward_weights  # type: ignore[attr-defined]  # the others are tables
         found = [*HOST, *_rows(float(rewards.min()), float(rewards.max()))]

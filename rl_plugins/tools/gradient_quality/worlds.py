@@ -33,6 +33,7 @@ class Answers:
         forced: (rows, time) bool, tokens that were put in the policy's place; None: none was.
         helper: (rows, time) bool, tokens of a sub-agent; None: there is none.
         index: (rows,) number of the row inside its rollout; None: every rollout is a row.
+        weight: (rows, time) of tokens in the loss; None: each counts alike.
     """
 
     piece: Array
@@ -47,6 +48,7 @@ class Answers:
     forced: Array | None = None
     helper: Array | None = None
     index: Array | None = None
+    weight: Array | None = None
 
 
 class ExactWorld(ABC):
@@ -193,17 +195,19 @@ def write_pool(path: Path, score: Array, rewards: Array, right: Array, length: A
 def read_pool(path: Path) -> AnswerTable:
     """A stored pool as a world in which the K answers of a prompt are its K rollouts, each as likely.
 
-    The mean of the score functions is taken off: it is 0 over all answers of the policy, and of K it is noise. The
-    file is one of `write_pool`; `rewards` may be `reward` (prompts, rollouts), `right` and `length` may be missing.
+    The mean of the score functions is taken off: it is 0 over all answers of the policy, and of K it is noise.
+
+    Args:
+        path: of `write_pool` (.npz; `rewards` may be `reward` (prompts, rollouts), `right` and `length` may be missing),
+            or `rollouts-STEP.parquet` beside `prompts.parquet` and `scores-STEP.npy`, as in benchmarks/real_pool.
     """
-    with np.load(path) as file:
-        data = {name: file[name] for name in file.files}
+    data = _parquet_pool(path) if path.suffix == ".parquet" else _npz(path)
     rewards = data["rewards"] if "rewards" in data else data["reward"][..., None]
     rewards = rewards.astype(np.float64)
     score = data["score"].astype(np.float64)
     score -= score.mean(1, keepdims=True)
     functions = rewards.shape[2]
-    names = data["reward_names"].tolist() if "reward_names" in data else [f"reward_{i}" for i in range(functions)]
+    names = list(data["reward_names"]) if "reward_names" in data else [f"reward_{i}" for i in range(functions)]
     return AnswerTable(
         path.stem,
         np.full(rewards.shape[:2], 1 / rewards.shape[1]),
@@ -213,5 +217,33 @@ def read_pool(path: Path) -> AnswerTable:
         data["length"].astype(np.int64) if "length" in data else np.ones(rewards.shape[:2], np.int64),
         tuple(names),
         (1.0,) * functions,
-        {"prior": rewards.sum(-1).mean(1).tolist()} | ({"domain": data["domain"].tolist()} if "domain" in data else {}),
+        {"prior": rewards.sum(-1).mean(1).tolist()} | ({"domain": list(data["domain"])} if "domain" in data else {}),
     )
+
+
+def _npz(path: Path) -> dict[str, Any]:
+    with np.load(path) as file:
+        return {name: file[name] for name in file.files}
+
+
+def _parquet_pool(path: Path) -> dict[str, Any]:
+    """Of each prompt the first rollouts, as many as have scores. `solved` is what counts, the other rewards are what is
+    trained."""
+    import pyarrow.parquet as pq
+    import pyarrow.types as kinds
+
+    table, prompts = pq.read_table(path), pq.read_table(path.with_name("prompts.parquet"))
+    score = np.load(path.with_name(path.stem.replace("rollouts", "scores") + ".npy"))
+    names = [f.name for f in table.schema if kinds.is_floating(f.type) and f.name != "solved"]
+
+    def first(values: Any) -> Array:
+        return np.asarray(values).reshape(len(prompts), -1)[:, : score.shape[1]]
+
+    return {
+        "score": score,
+        "rewards": np.stack([first(table[n]) for n in names], axis=-1),
+        "reward_names": names,
+        "right": first(table["solved"]) > 0.5,
+        "length": first([len(c) for c in table["completion_ids"]]),
+        "domain": prompts["task"].to_pylist(),
+    }

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from rl_plugins.core.errors import ConfigError, did_you_mean
+from rl_plugins.lab.quality.worlds.masked import masked
 from rl_plugins.lab.quality.worlds.processes import agents, delayed, sequences, team
 from rl_plugins.lab.quality.worlds.tables import KINDS, table
 from rl_plugins.tools.gradient_quality import ExactWorld, read_pool
@@ -18,6 +19,7 @@ WORLDS: Mapping[str, Callable[..., ExactWorld]] = {
     "updates=16": partial(sequences, updates=16),
     "agents": agents,
     "team": team,
+    "masked": masked,
     **{f"delay={lag}": partial(delayed, lag=lag) for lag in (0, 16, 64, 128)},
 }
 ABOUT: Mapping[str, str] = {
@@ -32,6 +34,7 @@ ABOUT: Mapping[str, str] = {
     "updates=16": "sequences, 16 optimizer steps after the batch was sampled",
     "agents": "graphs of 5 places and 8 turns; states repeat",
     "team": "the graphs of agents; in two of the places a sub-agent acts, which shares the policy",
+    "masked": "answers of a masked language model, 4 places in 2 steps; each variant has the target of its own decoding",
     "delay=0": "chains of up to 24 tokens, rollouts of the newest policy",
     "delay=16": "the same chains; groups are 0 to 16 versions old",
     "delay=64": "the same chains; groups are 0 to 64 versions old",
