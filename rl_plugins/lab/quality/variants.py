@@ -48,6 +48,10 @@ def _rows(low: float, high: float) -> list[QualityVariant]:
         _one("gdro_prompt", warm=EPOCHS),
         _one("gdro_rollout", warm=EPOCHS),
         _one("xrpo_allocate"),
+        _one("pkpo", scale="none"),
+        _one("pkpo", "8 of 16", 16, k=8, scale="none"),
+        _one("max_rl"),
+        _one("variance_filter"),
         _one("dars", "equal total", n_first=4, schedule="et"),
         _one("dars", "hardness-weighted", n_first=4, schedule="hw"),
         _one("difficulty_slices", "hardest slice", warm=EPOCHS),
@@ -96,6 +100,7 @@ TOKENS = [
     _one("drpo"),
     _one("dora_data"),
     _one("dars_breadth"),
+    _one("gfpo"),
     QualityVariant("dapo: unequal groups only", {"brorl": {"norm_over": "none"}}),
 ]
 SEQUENCES = [
@@ -118,6 +123,8 @@ UPDATES = [
     _one("echo_clip"),
     _one("m_grpo_ratio", loss="grpo"),
     _one("drpo"),
+    _one("clip_cov", ratio=0.02),
+    _one("kl_cov", ratio=0.02),
 ]
 DELAY = [
     QualityVariant(BASELINE),
@@ -125,6 +132,7 @@ DELAY = [
     QualityVariant("cispo", loss="cispo"),
     QualityVariant("tis", old="trained", tis=True),
     _one("minpro"),
+    _one("dppo"),
     _one("decoupled_ppo"),
     _one("decoupled_ppo", "clamped", action="clamp"),
     _one("dart_tis"),
@@ -182,6 +190,8 @@ ABSENT: Mapping[str, str] = {
     **dict.fromkeys(("epo", "ppo_million"), _MANY),
     **dict.fromkeys(("april", "areal_admission"), _QUEUE),
     **dict.fromkeys(("dart_length", "dora_length"), "sets limits of tokens or turns, which no world obeys"),
+    "overlong": "acts on completions that were cut off, and every answer of a world has an end",
+    "rubric": "asks a judge about criteria, and no world has texts to judge by them",
     "rollart_redundancy": "saves time, and changes no gradient",
 }
 

@@ -198,7 +198,7 @@ def read_pool(path: Path) -> AnswerTable:
     The mean of the score functions is taken off: it is 0 over all answers of the policy, and of K it is noise.
 
     Args:
-        path: of `write_pool` (.npz; `rewards` may be `reward` (prompts, rollouts), `right` and `length` may be missing),
+        path: .npz of `write_pool` (`rewards` may be `reward` (prompts, rollouts), `right` and `length` may be missing),
             or `rollouts-STEP.parquet` beside `prompts.parquet` and `scores-STEP.npy`, as in benchmarks/real_pool.
     """
     data = _parquet_pool(path) if path.suffix == ".parquet" else _npz(path)

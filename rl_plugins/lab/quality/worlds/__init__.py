@@ -34,7 +34,7 @@ ABOUT: Mapping[str, str] = {
     "updates=16": "sequences, 16 optimizer steps after the batch was sampled",
     "agents": "graphs of 5 places and 8 turns; states repeat",
     "team": "the graphs of agents; in two of the places a sub-agent acts, which shares the policy",
-    "masked": "answers of a masked language model, 4 places in 2 steps; each variant has the target of its own decoding",
+    "masked": "a masked language model of 4 places and 2 steps; the target of a variant is that of its own decoding",
     "delay=0": "chains of up to 24 tokens, rollouts of the newest policy",
     "delay=16": "the same chains; groups are 0 to 16 versions old",
     "delay=64": "the same chains; groups are 0 to 64 versions old",
