@@ -1,6 +1,7 @@
 """Judges for the digit lists of ``tasks``, by rule, where a real task would ask a language model.
 
 ``methods: [brpo]`` with ``method_params: {brpo: {judge: "rl_plugins.lab.demo.judges:digits"}}`` compares completions.
+``methods: [rubric]`` with ``judge: "rl_plugins.lab.demo.judges:meets"`` and ``criteria: ["2: right"]`` scores them.
 ``methods: [fapo]`` with ``method_params: {fapo: {judge: "rl_plugins.lab.demo.judges:sloppy"}}`` looks for a flaw in
 them.
 """
@@ -24,6 +25,13 @@ def digits(prompt: str, a: str, b: str) -> tuple[float, float]:
 def sloppy(prompt: str, answer: str, completion: str) -> int:
     """Index of the first wrong step: the sloppy mark ``?`` is one, at place 0; -1 without it."""
     return 0 if completion.startswith(SLOPPY) else -1
+
+
+def meets(prompt: str, criterion: str, completion: str) -> float:
+    """Whether a completion is `right` (in proportion to its digits), `careful` or `sloppy` (by its mark)."""
+    if criterion == "right":
+        return digit_score(completion, solve(prompt))
+    return float(completion.startswith({"careful": CAREFUL, "sloppy": SLOPPY}[criterion]))
 
 
 def _score(completion: str, answer: str) -> float:

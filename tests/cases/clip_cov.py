@@ -1,0 +1,7 @@
+"""`clip_cov` in the contract test."""
+
+from __future__ import annotations
+
+from cases import Case, Effects
+
+CASE = Case(effects=Effects(settings=({}, {"low": -5.0})))

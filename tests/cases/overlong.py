@@ -1,0 +1,7 @@
+"""`overlong` in the contract test."""
+
+from __future__ import annotations
+
+from cases import Case, Effects
+
+CASE = Case(effects=Effects(settings=({}, {"buffer": 8})))
