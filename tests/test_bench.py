@@ -17,19 +17,18 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from scipy import stats
 
-from rl_plugins.cards import results as cards
-from rl_plugins.cards.claims import PaperClaim, outcomes
+from rl_plugins.cards.claims import PaperClaim, decide, verdict_text
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.lab.bench import chains, choice, combine, figures, page, published, runs, search, summary, tasks
-from rl_plugins.lab.bench.claims import LOOKS, checked
+from rl_plugins.lab.bench import chains, choice, combine, figures, page, published, runs, summary, tasks
+from rl_plugins.lab.bench.claims import checked, outcome
 from rl_plugins.lab.bench.differences import at_budget, difference
 from rl_plugins.lab.bench.results import BenchRun, Results, is_current
 from rl_plugins.lab.bench.runs import Waiting, run_missing
 from rl_plugins.lab.bench.tasks import METRICS, TASKS, task_of
 from rl_plugins.lab.bench.variants import BenchVariant
-from rl_plugins.lab.bench.verdicts import decide, matrix
 
 ROOT = Path(__file__).parents[1]
 
@@ -125,10 +124,10 @@ def test_words_that_are_no_task_and_no_option():
 
 
 def made(task: str, variant: str, seed: int, values, tokens=100.0, name="eval_rewards/right/mean") -> BenchRun:
-    run = BenchRun.of(task, variant, seed, [], 10.0, "error")
+    run = BenchRun.of(task, variant, seed, [], "error")
     run.record["error"] = ""
     points = [
-        ({"steps": 10.0 * i, "rows_trained": 640.0 * i, "tokens_decoded": tokens * i, "seconds": 1.0 * i}, float(v))
+        ({"steps": 10.0 * i, "rows_trained": 640.0 * i, "tokens_decoded": tokens * i}, float(v))
         for i, v in enumerate(values)
     ]
     run.curves[name] = points
@@ -149,108 +148,107 @@ def pairs(effect: float, spread: float, seeds: int = 8, variant: str = "mc_grpo"
 
 
 def claim(**given) -> PaperClaim:
-    return PaperClaim(**{"method": "mc_grpo", "says": "It helps.", "task": "neutral", **given})
+    return PaperClaim(**{"method": "mc_grpo", "says": "It helps.", "task": "neutral", "control": "rloo", **given})
 
 
 def test_a_difference_is_students_interval_of_the_pairs():
     found = difference(pairs(0.1, 0.03), "neutral", "mc_grpo", "grpo", "right")
     error = 0.03 / np.sqrt(8)
-    half = stats.t.ppf(1 - 0.05 / len(LOOKS) / 2, 7) * error
+    half = stats.t.ppf(0.975, 7) * error
     assert (found.mean, found.seeds) == (pytest.approx(0.1), 8)
     assert (found.low, found.high) == (pytest.approx(0.1 - half), pytest.approx(0.1 + half))
-    assert found.above == pytest.approx(len(LOOKS) * stats.t.sf(0.1 / error, 7))
+    assert found.seen == pytest.approx(half + stats.t.ppf(0.8, 7) * error)
+
+
+def with_control(results: Results, effect: float, spread: float = 0.01) -> Results:
+    for run in pairs(effect, spread, variant="rloo").runs.values():
+        if run.record["variant"] == "rloo":
+            results.add(run)
+    return results
 
 
 @pytest.mark.parametrize(
-    ("effect", "spread", "seeds", "verdict"),
+    ("effect", "spread", "seeds", "control", "verdict"),
     [
-        (0.1, 0.03, 8, "confirmed"),
-        (-0.1, 0.03, 8, "refuted"),
-        (0.0, 0.005, 8, "refuted"),  # no effect of 0.02, which would matter
-        (0.01, 0.03, 8, "undecided"),
-        (0.1, 0.03, 7, "not run"),  # too few seeds
+        (0.1, 0.03, 8, 0.0, ("helps", "tokens")),
+        (0.1, 0.03, 8, None, ("cannot be seen here", "control")),  # ahead, and the host's own way was not run
+        (0.1, 0.01, 8, 0.1, ("within", "control")),  # ahead of GRPO, and the host's own way does the same
+        (0.1, 0.06, 8, 0.1, ("cannot be seen here", "control")),
+        (0.1, 0.03, 8, 0.2, ("harmful", "control")),
+        (-0.1, 0.03, 8, 0.0, ("harmful", "")),
+        (0.0, 0.005, 8, 0.0, ("within", "")),
+        (0.01, 0.005, 8, 0.0, ("within", "")),  # above zero, and less than what matters
+        (-0.01, 0.005, 8, 0.0, ("within", "")),
+        (0.01, 0.03, 8, 0.0, ("cannot be seen here", "")),
+        (0.1, 0.03, 7, 0.0, ("not run", "")),  # too few seeds
     ],
 )
-def test_what_becomes_of_a_claim(effect, spread, seeds, verdict):
-    (found,) = decide(pairs(effect, spread, seeds), [claim()])
-    assert found.verdict == verdict
+@pytest.mark.parametrize("better", ["higher", "lower"])
+def test_what_becomes_of_a_claim(effect, spread, seeds, control, verdict, better):
+    sign = 1 if better == "higher" else -1
+    results = pairs(sign * effect, spread, seeds)
+    if control is not None:
+        with_control(results, sign * control)
+    told = outcome(results, claim(better=better))
+    found, by = decide(told)
+    assert found == verdict[0] and (by or "tokens") == (verdict[1] or "tokens")
+    assert verdict_text(told).startswith(found)
+    if seeds == 8:
+        assert told["mean"] == pytest.approx(sign * effect)
 
 
-def test_a_claim_of_less_is_turned_around():
-    (found,) = decide(pairs(-0.1, 0.03), [claim(better="lower")])
-    assert found.verdict == "confirmed" and found.found.mean == pytest.approx(0.1)
+def test_more_tokens_are_no_help():
+    """Ahead at equal steps, with twice the tokens: GRPO that decodes as many is where the method is."""
+    results, curve = Results(), np.array([0.0, 0.1, 0.2, 0.3, 0.4])
+    for seed in range(8):
+        noise = 0.01 * (-1) ** seed
+        results.add(made("neutral", "grpo", seed, curve, tokens=100))
+        results.add(made("neutral", "mc_grpo", seed, 2 * curve + noise, tokens=200))
+    told = outcome(results, claim(control="", no_control="There is none."))
+    assert told["low"] > 0.3
+    assert decide(told) == ("within", "tokens") and "at equal tokens" in verdict_text(told)
 
 
-def test_many_claims_need_more_than_one():
-    """p of this effect alone is small enough, among 30 empty ones it is not."""
-    results = pairs(0.035, 0.03)
-    assert decide(results, [claim()])[0].verdict == "confirmed"
-    empty = pairs(0.0, 0.03, task="group=2")
-    for run in empty.runs.values():
+def test_a_control_may_be_of_another_task():
+    results = pairs(0.1, 0.03)
+    for run in pairs(0.0, 0.01, variant="rloo", task="noise=10").runs.values():
         results.add(run)
-    many = [claim(), *[claim(task="group=2", least=1e-9) for _ in range(30)]]
-    assert {found.verdict for found in decide(results, many)} == {"undecided"}
+    told = outcome(results, claim(control="rloo in noise=10"))
+    assert told["against"]["control"]["mean"] == pytest.approx(0.1)
+    wanted = choice.wanted(["mc_grpo"], [], [claim(control="rloo in noise=10")], range(1))
+    assert Waiting("noise=10", "rloo", 0) in wanted and Waiting("neutral", "rloo", 0) not in wanted
+
+
+def test_fresh_seeds_decide_alone():
+    """The first eight chose the claim, so they do not count once there are eight others."""
+    lucky, fresh = pairs(0.2, 0.03), pairs(0.05, 0.03, 20)
+    for (task, variant, seed), run in fresh.runs.items():
+        if seed >= 8:
+            lucky.runs[task, variant, seed] = run
+    told = outcome(lucky, claim())
+    assert told["seeds"] == 12 and told["mean"] < 0.1
+    for seed in range(15, 20):
+        del lucky.runs["neutral", "mc_grpo", seed]
+    assert outcome(lucky, claim())["seeds"] == 15, "seven are too few"
 
 
 def test_a_claim_that_is_not_tested_and_one_that_failed():
     results = pairs(0.1, 0.03)
     for seed in range(8):
-        results.add(BenchRun.of("noise=10", "mc_grpo", seed, [], 3.0, "ValueError: it broke"))
+        results.add(BenchRun.of("noise=10", "mc_grpo", seed, [], "ValueError: it broke"))
         results.add(made("noise=10", "grpo", seed, [0.2, 0.3, 0.4]))
-    told = decide(results, [claim(task="noise=10"), claim(task="", untested="It needs a large model.")])
-    assert [(t.verdict, t.error) for t in told] == [("failed", "ValueError: it broke"), ("not tested", "")]
+    failed = outcome(results, claim(task="noise=10"))
+    untested = outcome(results, claim(task="", control="", untested="It needs a large model."))
+    assert (decide(failed)[0], failed["error"]) == ("failed", "ValueError: it broke")
+    assert decide(untested)[0] == "not tested" == verdict_text(untested)
 
 
-@pytest.mark.parametrize(
-    ("effect", "lost", "rates", "verdict"),
-    [
-        (-0.1, "mc_grpo", (0.15, -0.1), "undecided"),  # at half of the learning rate it is ahead
-        (-0.1, "mc_grpo", (0.02, -0.1), "refuted"),
-        (-0.1, "mc_grpo", (-0.1, -0.1), "refuted"),
-        (0.1, "grpo", (0.0, 0.12), "undecided"),  # GRPO only needed another one
-        (0.1, "grpo", (0.0, 0.02), "confirmed"),
-    ],
-)
-def test_the_variant_that_lost_gets_another_learning_rate(effect, lost, rates, verdict):
-    results, c = pairs(effect, 0.03), claim()
-    (first,) = decide(results, [c])
-    assert first.lost == lost and not first.tuned
-    names = search.rates("neutral", lost)
-    assert names == [f"{lost}@learning_rate=1e-4", f"{lost}@learning_rate=3e-4"]
-    wanted = search.missing(results, c, lost, range(8))
-    assert {w.seed for w in wanted} == {100, 101, 102} and {w.variant for w in wanted} == {lost, *names}
-    gains = dict(zip([lost, *names], (0.0, *rates), strict=True))
-    for w in wanted:
-        results.add(made(w.task, w.variant, w.seed, [0.2, 0.5 + gains[w.variant], 0.5 + gains[w.variant]]))
-    best = max(gains, key=gains.__getitem__)
-    assert search.best(results, c, lost) == best
-    then = search.missing(results, c, lost, range(8))
-    assert {(w.variant, w.seed) for w in then} == ({(best, s) for s in range(8)} if best != lost else set())
-    for w in then:
-        value = results.runs["neutral", lost, w.seed].curves["reward"][-1][1] + gains[best]
-        results.add(made(w.task, w.variant, w.seed, [0.2, value, value]))
-    (found,) = decide(results, [c])
-    assert found.verdict == verdict and found.tuned == best
-    if best != lost:
-        sign = 1 if lost == "mc_grpo" else -1
-        assert (
-            found.again.found.mean == pytest.approx(effect + sign * gains[best])
-            and found.found.mean != found.again.found.mean
-        )
-
-
-def test_the_page_tells_when_a_confirmed_difference_is_small():
-    told = {"verdict": "confirmed", "mean": 0.01, "low": 0.005, "high": 0.015, "seeds": 8, "least": 0.02}
-    told |= {"task": "neutral", "metric": "right", "budget": "steps", "method": "mc_grpo", "than": "grpo"}
-    assert "less than the 0.02 that matter" in page.claim_row(told)
-    assert "that matter" not in page.claim_row({**told, "mean": 0.03})
-    searched = {**told, "lost": "grpo", "tuned": "grpo"}
-    assert "learning rate of `grpo` searched: none was better" in page.claim_row(searched)
-
-
-def test_an_variant_that_names_its_learning_rate_is_not_searched():
-    assert search.rates("neutral", "grpo@learning_rate=1e-3") == []
-    assert search.rates("neutral", "grpo@beta=0.04")[1] == "grpo@beta=0.04,learning_rate=3e-4"
+def test_rows_of_the_page_name_sign_and_controls():
+    told = outcome(with_control(pairs(-0.1, 0.03), -0.09), claim(better="lower"))
+    assert "was not run" in page.claim_row({k: v for k, v in told.items() if k != "against"})
+    row = page.claim_row(told)
+    assert "lower is better" in row and "-0.100" in row and "its control `rloo`" in row
+    assert page.section_of(told) == "host"
 
 
 def test_equal_budgets_are_read_where_the_dearer_variant_ends():
@@ -267,25 +265,17 @@ def test_equal_budgets_are_read_where_the_dearer_variant_ends():
     assert at_budget([({"steps": 0.0}, 0.0), ({"steps": 40.0}, 1.0)], "steps", 20.0) == pytest.approx(0.4375)
 
 
-def test_the_matrix_marks_what_differs():
-    results = pairs(0.1, 0.03)
-    for more in (
-        pairs(-0.1, 0.03, variant="gdpo"),
-        pairs(0.0, 0.03, variant="vade"),
-        pairs(0.3, 0.03, 4, variant="drpo"),
-    ):
-        for run in more.runs.values():
-            results.add(run) if run.record["variant"] != "grpo" else None
-    for seed in range(8):  # the same baseline for all
-        results.add(pairs(0.1, 0.03).runs["neutral", "grpo", seed])
-    found = matrix(results, ["mc_grpo", "gdpo", "vade", "drpo"])
-    assert found["mc_grpo", "neutral"].mark == "better" and found["gdpo", "neutral"].mark == "worse"
-    assert found["drpo", "neutral"].mark == "no significant difference", "four seeds are too few"
-    assert ("mc_grpo", "noise=10") not in found
-
-
 def test_a_claim_needs_a_task_or_a_reason():
-    for fields in ({"task": ""}, {"untested": "no"}, {"task": "nowhere"}, {"metric": "beauty"}, {"budget": "euros"}):
+    for fields in (
+        {"task": ""},
+        {"untested": "no"},
+        {"task": "nowhere"},
+        {"metric": "beauty"},
+        {"budget": "euros"},
+        {"control": ""},
+        {"no_control": "There is none."},
+        {"control": "rloo in nowhere"},
+    ):
         with pytest.raises(ConfigError, match="mc_grpo"):
             checked(claim(**fields))
 
@@ -295,7 +285,7 @@ def test_a_claim_needs_a_task_or_a_reason():
 
 def test_results_are_read_as_they_were_written(tmp_path):
     results = pairs(0.1, 0.03)
-    results.add(BenchRun.of("noise=10", "mc_grpo", 0, [], 3.0, "ValueError: it broke"))
+    results.add(BenchRun.of("noise=10", "mc_grpo", 0, [], "ValueError: it broke"))
     results.write(tmp_path)
     again = Results.read(tmp_path)
     assert again.runs.keys() == results.runs.keys()
@@ -328,37 +318,24 @@ def test_the_package_carries_what_the_raw_results_say(tmp_path):
     """All stored runs are of the tasks and variants of now, and the files that `--publish` makes of them are ours."""
     kept = Results.read(ROOT / "benchmarks" / "bench")
     assert len(kept.runs) > 1000 and all(map(is_current, kept.runs.values()))
-    for folder in ("cards/records", "lab/bench"):
+    for folder in ("cards", "lab/bench"):
         (tmp_path / folder).mkdir(parents=True)
     summary.write(tmp_path, kept)
     written = [file.relative_to(tmp_path) for file in tmp_path.rglob("*.json")]
-    assert len(written) == 3
+    assert len(written) == 2
     for file in written:
         assert (tmp_path / file).read_text() == (ROOT / "rl_plugins" / file).read_text(), file
 
 
-def test_one_verdict_for_cards_and_bench():
-    """A claim and the result of the same runs agree."""
-    said = {"confirmed": "better", "undecided": "no significant difference"}
-    results = [r for r in cards.results() if r.where == "claims" and r.page.startswith("bench/")]
-    run = [o for o in outcomes() if "above" in o]
-    assert len(results) == len(run) > 50
-    for outcome, result in zip(run, results, strict=True):
-        assert outcome["method"] == result.method and outcome["seeds"] == result.seeds
-        assert result.verdict == said.get(outcome["verdict"], result.verdict)
-
-
 def test_the_summary_that_the_package_carries():
     told = summary.summary(pairs(0.1, 0.03))
-    (place,) = told["matrix"]
-    assert place["mark"] == "better" and place["mean"] == pytest.approx(0.1) and told["runs"] == 16
-    assert told["costs"] == [
-        {"variant": "mc_grpo", "task": "neutral", "rows_trained": 1.0, "tokens_decoded": 1.0, "seconds": 1.0}
-    ]
+    (place,) = told["places"]
+    assert place["mean"] == place["tokens"]["mean"] == pytest.approx(0.1) and told["runs"] == 16
+    assert place["costs"] == {"rows_trained": 1.0, "tokens_decoded": 1.0}
     assert published.published().keys() == told.keys()
 
 
-def test_every_method_with_a_claim_has_its_curves(tmp_path):
+def test_every_method_with_a_claim_has_its_curves_and_no_figure_is_cut_off(tmp_path):
     """Also where a run logged a value less often than the others, and where a metric was not logged."""
     results = pairs(0.1, 0.03, variant="fapo")
     del results.runs["neutral", "fapo", 0].curves["eval_rewards/right/mean"][1]
@@ -366,9 +343,19 @@ def test_every_method_with_a_claim_has_its_curves(tmp_path):
     assert published.methods_run(told) == ["fapo"]
     figures.draw(results, told, tmp_path)
     drawn = {file.name for file in tmp_path.iterdir()}
-    assert drawn == {f"{n}{dark}.png" for n in ("matrix", "baseline", "fapo") for dark in ("", "-dark")}
+    assert drawn == {f"{n}{dark}.png" for n in ("claims", "baseline", "fapo") for dark in ("", "-dark")}
     assert [p[:2] for p in figures.panels_of(results, "fapo")] == [("neutral", "clean"), ("neutral", "right")]
     assert not figures.draw_method(results, "vade", tmp_path / "vade.png") and not (tmp_path / "vade.png").exists()
+    for file in tmp_path.glob("*.png"):
+        assert not ink_at_an_edge(file), file.name
+
+
+def ink_at_an_edge(file: Path) -> list[str]:
+    """Edges of a figure that something other than the page touches."""
+    with Image.open(file) as image:
+        pixels = np.asarray(image.convert("RGB")).astype(int)
+    edges = {"top": pixels[0], "bottom": pixels[-1], "left": pixels[:, 0], "right": pixels[:, -1]}
+    return [name for name, edge in edges.items() if np.abs(edge - pixels[0, 0]).max() > 8]
 
 
 # ---- real runs
@@ -475,7 +462,7 @@ def test_stacks_grow_while_that_helps_and_are_confirmed_on_other_seeds(monkeypat
     (told,) = combine.stacks(results)
     assert told["variant"] == variant and told["grpo"]["mean"] == pytest.approx(0.15, abs=0.002)
     assert told["tuned"]["mean"] == pytest.approx(0.13, abs=0.002) and told["tuned"]["seeds"] == 8
-    assert results.seeds("neutral", variant) == [], "the matrix does not see the search"
+    assert results.seeds("neutral", variant) == [], "claims do not see the search"
     assert not combine.composes("mc_grpo+gdpo"), "two that replace the advantages"
 
 

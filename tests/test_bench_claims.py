@@ -35,7 +35,13 @@ def test_a_claim_names_what_exists(claim):
         variant, than = BenchVariant.of(claim.label), BenchVariant.of(claim.than)
         assert variant != than
         scores = {"score"} if task.environment else {"right", "clean", "tidy", "steps", "solved", "length"}
-        assert claim.metric in scores | {"no_signal", "entropy", "tokens", "rows"}
+        watched = {"no_signal", "entropy", "tokens", "rows", "solved_8"} | (
+            {"agree"} if "agree" in task.rewards else set()
+        )
+        assert claim.metric in scores | watched
+        if claim.control:
+            control, place = claim.control_place
+            assert (BenchVariant.of(control), place) not in ((variant, claim.task), (than, claim.task))
 
 
 def test_claims_differ():

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted({file.stem for file in (ROOT / "examples/evidence").glob("*.py")} - {"common", "import_records"})
+SCRIPTS = sorted({file.stem for file in (ROOT / "examples/evidence").glob("*.py")} - {"common"})
 FIGURES = ROOT / "docs" / "figures" / "evidence"
 NONE = {"prompts", "staleness", "staleness_async"}  # hours of training with TRL's trainer
 

@@ -15,7 +15,7 @@ from scipy import stats
 from rl_plugins.cards import results as module
 from rl_plugins.cards.catalog import card_of
 from rl_plugins.cards.info import info
-from rl_plugins.cards.results import Result, measured_of, read, results, verdict_of
+from rl_plugins.cards.results import measured_of, read, results
 from rl_plugins.core.method import Bundle
 from rl_plugins.lab.pages.methods import measured, slug
 from rl_plugins.runtime import registry
@@ -30,27 +30,6 @@ def sections() -> dict[str, str]:
     """Anchor -> text of each section of docs/evidence.md."""
     parts = re.split(r"^#+ ", (ROOT / "docs/evidence.md").read_text(), flags=re.M)[1:]
     return {slug(part.partition("\n")[0]): part for part in parts}
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "better", "none", "verdict"),
-    [
-        (0.1, 0.3, "higher", 0, "better"),
-        (0.1, 0.3, "lower", 0, "worse"),
-        (-0.3, -0.1, "higher", 0, "worse"),
-        (-0.3, -0.1, "lower", 0, "better"),
-        (-0.1, 0.3, "higher", 0, "no significant difference"),
-        (0.0, 0.3, "higher", 0, "no significant difference"),  # 0 is in the interval
-        (0.0, 0.0, "lower", 0, "no significant difference"),
-        (1.22, 1.59, "higher", 1, "better"),  # a ratio
-        (0.93, 1.16, "higher", 1, "no significant difference"),
-        (50, 70, "lower", 100, "better"),
-        (None, None, "higher", 0, "no interval"),
-    ],
-)
-def test_the_verdict_is_that_of_the_interval(low, high, better, none, verdict):
-    assert verdict_of(low, high, better, none) == verdict
-    assert Result("m", "c", better, mean=low, low=low, high=high, none=none).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -91,7 +70,7 @@ def test_figures_as_text(record, numbers):
 
 def test_a_record_with_an_unknown_field_or_without_one_is_refused():
     with pytest.raises(TypeError):
-        read('[{"method": "m", "claim": "c", "better": "higher", "verdict": "better"}]')
+        read('[{"method": "m", "claim": "c", "better": "higher", "sign": "better"}]')
     with pytest.raises(TypeError):
         read('[{"method": "m", "claim": "c"}]')
 
@@ -99,14 +78,11 @@ def test_a_record_with_an_unknown_field_or_without_one_is_refused():
 def test_every_record_is_of_a_method_and_of_a_script_and_is_found_on_its_page():
     anchors = sections()
     for file in sorted(FOLDER.glob("*.json")):
-        assert file.stem in ("demo", "bench") or any(script.stem == file.stem for script in SCRIPTS), file.name
+        assert file.stem == "demo" or any(script.stem == file.stem for script in SCRIPTS), file.name
         for result in read(file.read_text()):
             assert result.method in LOSSES or registry.origins_of(result.method), result
             assert result.better in ("higher", "lower") and result.seeds >= 2 and result.numbers, result
-            if file.stem == "bench":
-                assert result.page in ("bench.md", f"bench/{result.method}.md"), result  # a page of the site
-            else:
-                assert (result.page, result.where in anchors) == ("evidence.md", True), result
+            assert (result.page, result.where in anchors) == ("evidence.md", True), result
             assert result.low is None or result.low <= result.mean <= result.high, result
 
 
@@ -122,18 +98,14 @@ def test_imported_figures_stand_in_the_section_that_they_link_to():
     assert checked > 600
 
 
-def test_most_records_have_an_interval():
-    assert sum(result.verdict != "no interval" for result in results()) > 0.85 * len(results())
-
-
 def test_the_figures_of_a_card_are_those_of_the_records():
     """Also of `info` and the pages, which say what the record says and nothing else."""
     record = next(r for r in json.loads((FOLDER / "gdpo.json").read_text()) if "100 times" in r["claim"])
     found = next(r for r in measured_of("gdpo") if r.claim == record["claim"])
     assert (found.mean, found.low, found.high) == (record["mean"], record["low"], record["high"])
-    assert found.verdict == "better" and found.numbers == "83.8 ± 0.1 % against 10.1 ± 8.7 (GRPO)"
+    assert found.numbers == "83.8 ± 0.1 % against 10.1 ± 8.7 (GRPO)"
     assert found in card_of(registry.load("gdpo")).measured
-    line = f"better: {record['claim']}, {found.numbers}"
+    line = f"{record['claim']}, {found.numbers}"
     assert line in info(registry.load("gdpo")) and line in measured([found])
 
 
@@ -153,12 +125,12 @@ def test_what_a_script_writes_is_read_as_its_result(tmp_path, monkeypatch):
     )
     apart, paired, bare, share, ratio = read((tmp_path / "x.json").read_text())
     half = 0.1 * stats.t.ppf(0.975, 2) / math.sqrt(3)  # of each arm
-    assert apart.numbers == "80 ± 25 % against 20 ± 25 (GRPO)" and apart.verdict == "better"
+    assert apart.numbers == "80 ± 25 % against 20 ± 25 (GRPO)"
     assert apart.mean == 60 and apart.high - apart.mean == pytest.approx(100 * math.hypot(half, half), abs=0.5)
     assert paired.paired and paired.mean == pytest.approx(0.6) and (paired.low, paired.high) == (0.17, 1.03)
-    assert (bare.verdict, bare.mean, bare.numbers) == ("no interval", 0.25, "0.50 against 0.25")
-    assert (share.low, share.high, share.verdict) == (0.83, 1.0, "better")
-    assert (ratio.verdict, ratio.none, ratio.paired) == ("no significant difference", 1, False)
+    assert (bare.low, bare.mean, bare.numbers) == (None, 0.25, "0.50 against 0.25")
+    assert (share.low, share.high) == (0.83, 1.0)
+    assert (ratio.none, ratio.paired) == (1, False)
     assert ratio.numbers.startswith("1.00 ± 0.25 times plain batches")
 
 
@@ -168,7 +140,3 @@ def test_a_bundle_has_its_own_results_and_then_those_of_its_parts(name):
     own = [r for r in results() if r.method == name]
     of_parts = [replace(r, claim=f"`{part}`: {r.claim}") for part in parts for r in measured_of(part)]
     assert measured_of(name, parts) == own + of_parts
-
-
-def test_a_supervised_loss_has_results_too():
-    assert [r.verdict for r in measured_of("otr")] == ["worse", "no significant difference"]

@@ -282,11 +282,11 @@ class _Indented:
 
 def _measured(found: type[Method] | Bundle) -> Iterator[str]:
     rows = [
-        f"| {m.claim} | {m.verdict} | {m.numbers} | [{m.page.removesuffix('.md')}]({m.page}#{m.where}) |"
+        f"| {m.claim} | {m.better} | {m.numbers} | [{m.page.removesuffix('.md')}]({m.page}#{m.where}) |"
         for m in measured_of(found.name, found.parts if isinstance(found, Bundle) else ())
     ]
     if rows:
-        yield "\n".join(["| what | verdict | numbers | where |", "|---|---|---|---|", *rows])
+        yield "\n".join(["| what | better is | numbers | where |", "|---|---|---|---|", *rows])
     sections = [f"[{title}](evidence.md#{slug})" for title, slug in evidence_sections(found)]
     if sections:
         yield "In the evidence: " + "; ".join(sections) + "."

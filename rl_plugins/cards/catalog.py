@@ -6,12 +6,13 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib.resources import files
 from typing import Any
 
 from rl_plugins.cards.card_file import CardFile, card_file
 from rl_plugins.cards.results import Result, measured_of
+from rl_plugins.cards.standing import Standing, standing_of
 from rl_plugins.core.errors import RLPluginsError
 from rl_plugins.core.method import HOOKS, SIGNALS, Bundle, Method
 from rl_plugins.diffusion.served import NO_HOOKS, NO_SIGNALS
@@ -196,22 +197,25 @@ class Card:
 
     @property
     def measured(self) -> Sequence[Result]:
-        """Our results: those of the evidence, then those of the bench."""
+        """Our results in examples."""
         return measured_of(self.name, self.parts)
 
     @property
     def use_when(self) -> str:
         return self.file.about if self.entry.kind == "bundle" else self.file.use_when
 
+    @cached_property
+    def standing(self) -> Standing:
+        """Whether to use it, and why."""
+        return standing_of(self.name)
+
     @property
     def rank(self) -> tuple[int, bool, int, str]:
-        """Measured better first, what did worse last; then what needs nothing to be given (a judge, embeddings), then
-        fidelity, then the name."""
-        verdicts = {m.verdict for m in self.measured}
-        good, bad = "better" in verdicts, "worse" in verdicts
+        """What is to be used first, unknown ones before those to skip; then what needs nothing to be given (a judge,
+        embeddings), then fidelity, then the name."""
         worst = max(map(list(FIDELITY).index, self.fidelity.split(", ")), default=0)
         given = any(file.example_params for file in self._files().values())
-        return (0 if good and not bad else 1 if good else 3 if bad else 2), given, worst, self.name
+        return ("use", "use if", "unknown", "skip").index(self.standing.word), given, worst, self.name
 
 
 def card_of(found: type[Method] | Bundle, vetoed: Collection[str] = ()) -> Card:

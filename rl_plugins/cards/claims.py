@@ -1,36 +1,23 @@
 """What papers say of their methods, and what became of it on the bench (`rl-plugins bench`).
 
 A claim is in the card of its method, as a difference that the bench measures; it was written before its runs. What was
-measured is in `claims.json`, which `rl-plugins bench --publish` writes. Its verdict answers the paper:
-
-confirmed      the difference is above zero, in the direction that the paper promises
-refuted        the difference is below the smallest one that matters (`least` of the claim)
-undecided      neither, with the seeds that were run, or not with the learning rate that suits the side that lost
-failed         all runs of the method ended with an error
-not run        no runs, or too few
-not tested     the bench has no task for it
-
-Whether the method is better or worse than its baseline in the same runs, whatever was promised, is a
-:class:`~rl_plugins.cards.results.Result`, whose words are "better", "worse" and "no significant difference". There a
-confirmed claim is "better" and an undecided one "no significant difference". A refuted one is any of the three: a
-difference can be significant and smaller than what matters.
+measured is in `claims.json`, which `rl-plugins bench --publish` writes. :func:`decide` is the only rule for verdicts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
 from rl_plugins.cards.card_file import card_file
-from rl_plugins.cards.results import ALPHA
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime import registry
 
-ClaimVerdict = Literal["confirmed", "refuted", "undecided", "not run", "failed", "not tested"]
+Verdict = Literal["helps", "harmful", "within", "cannot be seen here", "failed", "not run", "not tested"]
 
 
 @dataclass(frozen=True)
@@ -47,10 +34,13 @@ class PaperClaim:
         budget: cost unit that is equal in both.
         than: variant that it is compared with.
         variant: variant that is run; empty: the method.
+        control: variant that is the host's own way to the same thing; with " in TASK" if it is one of another task.
+        no_control: why there is none.
         untested: why no task tests it.
+        written: day from which on the claim reads so, if it was written anew after runs of an earlier wording.
 
     Raises:
-        ConfigError: neither a task nor a reason, or both.
+        ConfigError: neither a task nor a reason, or both; a task without a control and without a reason, or with both.
     """
 
     method: str
@@ -62,34 +52,73 @@ class PaperClaim:
     budget: str = "steps"
     than: str = "grpo"
     variant: str = ""
+    control: str = ""
+    no_control: str = ""
     untested: str = ""
+    written: str = ""
 
     def __post_init__(self) -> None:
         if bool(self.task) == bool(self.untested):
             raise ConfigError(f"The claim of {self.method} needs a task, or `untested` with the reason; one of both.")
+        if self.task and bool(self.control) == bool(self.no_control):
+            raise ConfigError(
+                f"The claim of {self.method} in {self.task} needs a `control`, the host's own way to the same thing, "
+                f"or `no_control` with the reason; one of both."
+            )
 
     @property
     def label(self) -> str:
         """The variant that is run."""
         return self.variant or self.method
 
+    @property
+    def control_place(self) -> tuple[str, str]:
+        """Variant and task of the control."""
+        variant, _, task = self.control.partition(" in ")
+        return variant, task or self.task
 
-def claim_verdict(stages: Sequence[tuple[float, float]], error: str = "", untested: str = "") -> ClaimVerdict:
-    """What became of a claim.
 
-    Args:
-        stages: p-values of "not above zero" and of "at least `least`", corrected for the number of looks and claims;
-            first of the runs at the learning rate of the task, then, if it was searched, of those where the side that
-            lost has the one that suits it. Empty: too few runs.
-        error: why all runs of the method failed.
-        untested: why there are none.
+def decide(told: Mapping[str, Any]) -> tuple[Verdict, str]:
+    """The verdict on an entry of `claims.json`, and which of its differences decides.
+
+    A difference has a `mean` and the ends `low` and `high` of its 95 % interval, in the unit and with the sign of the
+    metric, and the size of the effect that would have been `seen` in four of five cases. The entry's own, "", is to the
+    variant that the claim is compared with. A method that is ahead there, by `least` or more, has to be ahead of its
+    controls, too, those in `against`: "tokens", the same variant at equal tokens decoded, and "control", the host's own
+    way to the same thing. The difference in which it does worst then decides.
+
+    Returns:
+        "helps": above zero in all. "harmful": below zero, by `least` or more. "within": neither, and `least` would have
+        been seen. "cannot be seen here": everything else, and a method that is ahead and whose control was not run.
+        Three are facts and no verdicts: "failed", "not run", "not tested".
     """
-    if not stages:
-        return "not tested" if untested else "failed" if error else "not run"
-    words: set[ClaimVerdict] = {
-        "refuted" if below < ALPHA / 2 else "confirmed" if above < ALPHA / 2 else "undecided" for above, below in stages
-    }
-    return words.pop() if len(words) == 1 else "undecided"
+    if "mean" not in told:
+        return "not tested" if told.get("untested") else "failed" if told.get("error") else "not run", ""
+    least, turned = told["least"], {name: _turned(d, told["better"]) for name, d in measured(told).items()}
+    by = ""
+    if turned[""][0] > 0 and turned[""][1] >= least:
+        by = min(turned, key=lambda name: turned[name][0])
+        if turned[by][0] > 0:
+            return ("cannot be seen here", "control") if lacks_control(told) else ("helps", by)
+    _, mean, high = turned[by]
+    if high < 0 and mean <= -least:
+        return "harmful", by
+    return "within" if measured(told)[by]["seen"] <= least else "cannot be seen here", by
+
+
+def measured(told: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The differences of an entry: its own, "", and those to its controls; empty if it was not run."""
+    return {"": told, **told.get("against", {})} if "mean" in told else {}
+
+
+def lacks_control(told: Mapping[str, Any]) -> bool:
+    """Whether an entry names a control that was not run."""
+    return "control" in told and "control" not in told.get("against", {})
+
+
+def _turned(d: Mapping[str, Any], better: str) -> tuple[float, float, float]:
+    """Low, mean and high, positive where the method is the better one."""
+    return (d["low"], d["mean"], d["high"]) if better == "higher" else (-d["high"], -d["mean"], -d["low"])
 
 
 @cache
@@ -105,40 +134,64 @@ def claims_of(method: str) -> list[PaperClaim]:
 
 @cache
 def outcomes() -> tuple[Mapping[str, Any], ...]:
-    """The claims with our figures and their verdicts, as the package carries them."""
-    found = json.loads(files("rl_plugins.cards").joinpath("claims.json").read_text(encoding="utf-8"))
-    return tuple(map(with_verdict, found))
-
-
-def with_verdict(outcome: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An entry of `claims.json` and its verdict."""
-    stages = [(of["above"], of["below"]) for of in (outcome, outcome.get("again")) if of and "above" in of]
-    return {**outcome, "verdict": claim_verdict(stages, outcome.get("error", ""), outcome.get("untested", ""))}
+    """The claims with our figures, as the package carries them."""
+    return tuple(json.loads(files("rl_plugins.cards").joinpath("claims.json").read_text(encoding="utf-8")))
 
 
 def outcomes_of(method: str) -> list[Mapping[str, Any]]:
     """Those of a method or bundle."""
-    return [outcome for outcome in outcomes() if outcome["method"] == method]
+    return [told for told in outcomes() if told["method"] == method]
 
 
-def numbers(told: Mapping[str, Any]) -> str:
-    """ "+0.061 (+0.022 to +0.100)"; empty where nothing was measured."""
-    if "mean" not in told:
-        return ""
-    places = 3 if max(abs(told["low"]), abs(told["high"])) < 10 else 0
-    return f"{told['mean']:+.{places}f} ({told['low']:+.{places}f} to {told['high']:+.{places}f})"
+# ---- as text
+
+
+def size(x: float, sign: str = "") -> str:
+    """A size in the unit of a metric: shares with three digits, tokens with none."""
+    return f"{x:{sign}.{3 if abs(x) < 10 else 0}f}"
+
+
+def numbers(d: Mapping[str, Any]) -> str:
+    """ "+0.061 (+0.022 to +0.100)", in the unit and with the sign of the metric."""
+    return f"{size(d['mean'], '+')} ({size(d['low'], '+')} to {size(d['high'], '+')})"
+
+
+def name_of(told: Mapping[str, Any], difference: str) -> str:
+    """What a difference is to: "`grpo`", "`grpo` at equal tokens", "its control `rloo`"."""
+    if difference == "control":
+        variant, _, task = told["control"].partition(" in ")
+        return f"its control `{variant}`" + (f" in `{task}`" if task else "")
+    return f"`{told['than']}`" + (" at equal tokens" if difference else "")
+
+
+def verdict_text(told: Mapping[str, Any]) -> str:
+    """The verdict, how far it reaches, and why it is not better: "within ± 0.013 of its control `rloo`"."""
+    verdict, by = decide(told)
+    if "mean" not in told or verdict == "helps":
+        return verdict
+    ahead, to = (f": ahead of {name_of(told, '')}, ", name_of(told, by)) if by else ("", "")
+    if by and lacks_control(told):
+        return f"{verdict}{ahead}{to} was not run"
+    d = measured(told)[by]
+    if verdict == "harmful":
+        return verdict + (f"{ahead}behind {to}" if by else "")
+    if verdict == "within":
+        bound = size(max(abs(d["low"]), abs(d["high"])))
+        return f"within ± {bound}" + (f" of {to}{ahead.removesuffix(', ')}" if by else "")
+    return f"{verdict}{f'{ahead}not of {to};' if by else ':'} {size(d['seen'])} would have been seen"
 
 
 def claim_lines(method: str) -> list[str]:
     """What the paper says, and what became of it, a line each."""
-    found = {(o["says"], o.get("task", "")): o for o in outcomes_of(method)}
-    lines = []
-    for claim in claims_of(method):
-        if claim.untested:
-            lines.append(f"{claim.says} Not tested: {claim.untested}")
-            continue
-        told = found.get((claim.says, claim.task), {"verdict": "not run"})
-        where = f"{claim.metric} in {claim.task} at equal {claim.budget.replace('_', ' ')}, against {claim.than}"
-        seeds = f", {told['seeds']} seeds" if "seeds" in told else ""
-        lines.append(f"{claim.says} Here ({where}): {told['verdict']} {numbers(told)}".rstrip() + f"{seeds}.")
-    return lines
+    told = outcomes_of(method) or [asdict(claim) for claim in claims_of(method)]  # those of a plugin are not measured
+    return [f"{one['says']} {_became(one)}" for one in told]
+
+
+def _became(told: Mapping[str, Any]) -> str:
+    if told.get("untested"):
+        return f"Not tested: {told['untested']}"
+    lower = ", lower is better" if told["better"] == "lower" else ""
+    where = f"{told['metric']} in {told['task']} at equal {told['budget'].replace('_', ' ')}{lower}"
+    found = [f"{numbers(d)} to {name_of(told, name)}" for name, d in measured(told).items()]
+    seeds = [f"{told['seeds']} seeds"] if found else []
+    return f"Here ({where}): {'; '.join([verdict_text(told), *found, *seeds])}."

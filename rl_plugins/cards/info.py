@@ -77,6 +77,7 @@ def info(found: type[Method] | Bundle) -> str:
     sections.append(("Problems it answers", _listed(PROBLEMS[p].title for p in found.problems if p in PROBLEMS)))
     sections.append(("Not when", card.avoid_when))
     sections.append(("What it costs", card.cost))
+    sections.append(("Whether to use it", _standing(card)))
     sections.append(("What the paper claims", _listed(claim_lines(found.name))))
     sections.append(("What we measured", _listed(map(measured_text, card.measured)) or "Nobody measured it yet."))
     sections.append(("How good its gradient is", _listed(quality_lines(found.name))))
@@ -105,6 +106,10 @@ def info(found: type[Method] | Bundle) -> str:
     return "\n\n".join([head, *(f"{title}\n{_indented(text)}" for title, text in sections if text.strip())])
 
 
+def _standing(card: Card) -> str:
+    return f"{card.standing.word}. {card.standing.why}".rstrip()
+
+
 def params_of_paper(file: CardFile) -> list[str]:
     """Parameters of the paper's experiments, a line each."""
     return [
@@ -114,8 +119,8 @@ def params_of_paper(file: CardFile) -> list[str]:
 
 
 def measured_text(measured: Result) -> str:
-    """One result as a line: verdict, claim, numbers."""
-    return f"{measured.verdict}: {measured.claim}, {measured.numbers} (docs/{measured.page}#{measured.where})"
+    """One result as a line, with its place in the pages."""
+    return f"{measured.line} (docs/{measured.page}#{measured.where})"
 
 
 def _excludes(card: Card) -> Iterator[str]:

@@ -1,7 +1,8 @@
-"""What we measured: records that the scripts wrote, and the verdict that follows from their figures.
+"""What we measured in examples: records that the scripts wrote.
 
-A file of `records/` belongs to one script of `examples/evidence/` and is a list of records. No figure and no verdict is
-typed: a script writes what it computed, and `verdict_of` reads it.
+A file of `records/` belongs to one script of `examples/evidence/` and is a list of records. No figure is typed: a
+script writes what it computed. A record has figures and no verdict, since it has no control: verdicts are those of
+:mod:`rl_plugins.cards.claims`.
 """
 
 from __future__ import annotations
@@ -14,27 +15,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Literal
 
-Verdict = Literal["better", "worse", "no significant difference", "no interval"]
 Direction = Literal["higher", "lower"]
-ALPHA = 0.05  # level of all intervals and tests
-
-
-def verdict_of(
-    low: float | None, high: float | None, better: Direction, none: float = 0.0, p: float | None = None
-) -> Verdict:
-    """What a 95 % interval says of a method. Every verdict that we show comes from here.
-
-    Args:
-        low, high: the ends of the interval of the difference to the baseline; None where there is none.
-        better: the direction in which the method is the better one.
-        none: the value that means no difference: 0 of a difference, 1 of a ratio.
-        p: p-value of the test, corrected for the number of comparisons made together; None: there was one.
-    """
-    if low is None or high is None:
-        return "no interval"
-    if low <= none <= high or (p is not None and p >= ALPHA):
-        return "no significant difference"
-    return "better" if (low > none) == (better == "higher") else "worse"
 
 
 @dataclass(frozen=True)
@@ -51,7 +32,6 @@ class Result:
         value, other: of the method and of the baseline: the mean, and the half-width of its 95 % interval if known.
         paired: the interval is that of differences paired by seed, not of two independent means.
         unit: of all figures: "" for shares and rewards, "%", "points".
-        p: p-value corrected for the number of comparisons made together, as the bench has it; None: there was one.
         seeds: number of seeds.
         budget: what is equal in both: "steps", "rollouts".
         note: what figures do not say.
@@ -71,7 +51,6 @@ class Result:
     other: Sequence[float] = ()
     paired: bool = False
     unit: str = ""
-    p: float | None = None
     seeds: int = 0
     budget: str = ""
     note: str = ""
@@ -85,9 +64,9 @@ class Result:
         return self.claim.partition(",")[0]
 
     @property
-    def verdict(self) -> Verdict:
-        """By the 95 % interval, and by `p` where several comparisons were made together."""
-        return verdict_of(self.low, self.high, self.better, self.none, self.p)
+    def line(self) -> str:
+        """What was measured, with its figures, and which direction is better if it is not the usual one."""
+        return f"{self.claim}, {self.numbers}" + (", lower is better" if self.better == "lower" else "")
 
     @property
     def numbers(self) -> str:
@@ -142,10 +121,9 @@ def read(text: str) -> list[Result]:
 
 @cache
 def results() -> tuple[Result, ...]:
-    """All records of the package: of the scripts, by file, then of the bench."""
+    """All records of the package, by file."""
     folder = files("rl_plugins.cards").joinpath("records")
-    found = [file for file in folder.iterdir() if file.name.endswith(".json")]
-    found.sort(key=lambda file: (file.name == "bench.json", file.name))
+    found = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
     return tuple(result for file in found for result in read(file.read_text(encoding="utf-8")))
 
 

@@ -23,15 +23,8 @@ def bench(
     host: TrainedIn = HostName.trl,
     setting: Annotated[str, typer.Option(help="All tasks with another value of a setting, e.g. noise.")] = "",
     every: Annotated[bool, typer.Option("--all", help="Run every method that has a claim.")] = False,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds of every variant. A verdict takes at least 8.")] = 8,
-    until_decided: Annotated[
-        bool, typer.Option("--until-decided", help="Add seeds to undecided claims, at most 16 in all.")
-    ] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of every variant. A verdict takes 8 or more.")] = 8,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each with one core.")] = 2,
-    search: Annotated[
-        bool,
-        typer.Option("--search", help="Search the learning rate of the variant that lost, and decide the claim again."),
-    ] = False,
     attribute: Annotated[
         bool, typer.Option("--attribute", help="Run every subset of the methods, and print what each one brought.")
     ] = False,
@@ -57,10 +50,8 @@ def bench(
       rl-plugins bench
 
     \b
-    The claims of a method, and its neutral task; then more seeds where they are undecided, and a searched learning rate
-    for the side that lost:
+    The claims of a method with their controls, and its neutral task:
       rl-plugins bench mc_grpo
-      rl-plugins bench mc_grpo --until-decided --search
 
     \b
     Two methods and both together over the values of a setting, with four seeds:
@@ -101,10 +92,9 @@ def bench(
         tables.print_overview(console, Results.read(out))
         _publish(out, publish)
         return
-    if verl and (not tasks or attribute or stack or until_decided or search):
+    if verl and (not tasks or attribute or stack):
         raise ConfigError(
-            "--host verl checks that both hosts agree. Name tasks (--task), without --attribute, --stack, "
-            "--until-decided and --search."
+            "--host verl checks that both hosts agree. Name tasks (--task), without --attribute and --stack."
         )
     if attribute or stack:
         _need_together(methods, tasks)
@@ -128,7 +118,7 @@ def bench(
         policy = session.policies_of([""], console)[""]
         tables.print_both_hosts(console, run_verl(runs, out / "verl", policy), Results.read(out))
         return
-    results = session.train(runs, asked, out, jobs, console, until_decided=until_decided, search=search)
+    results = session.train(runs, out, jobs, console)
     variants = [variant for variant in dict.fromkeys(run.variant for run in runs) if variant != "grpo"]
     tables.print_report(console, results, variants, runs, asked)
     for variant in variants:

@@ -214,10 +214,8 @@ def test_results_of_the_bench_lose_no_curves(tmp_path: Path) -> None:
     from rl_plugins.lab.bench.results import BenchRun, Results
 
     def run(seed: int) -> BenchRun:
-        log = [
-            {"step": step, "eval_rewards/right/mean": 0.1 * step, "reward": 0.2, "seconds": step} for step in (0, 5, 10)
-        ]
-        return BenchRun.of("neutral", "grpo", seed, log, 1.0, "")
+        log = [{"step": step, "eval_rewards/right/mean": 0.1 * step, "reward": 0.2} for step in (0, 5, 10)]
+        return BenchRun.of("neutral", "grpo", seed, log)
 
     Results([run(0)]).write(tmp_path)
     two = Results([run(0), run(1)])
@@ -240,7 +238,7 @@ def test_a_run_that_died_in_a_line_of_its_log_does_not_end_the_bench(tmp_path: P
     folder.mkdir(parents=True)
     (folder / "output.txt").write_text("MemoryError\n")
     (folder / "log.jsonl").write_bytes(b'{"step": 1, "max_steps": 5, "seconds": 1.0}\n{"step": 2, "na\xc3')
-    assert _read(run, tmp_path, -9, 1.0).error == "MemoryError"
+    assert _read(run, tmp_path, 1).error == "MemoryError"
 
 
 @pytest.mark.parametrize("torn", [b"", b"{", b'{"a": 1', b'{"text": "\xe2\x80', b"\x00\x00"])

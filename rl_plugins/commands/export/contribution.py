@@ -107,7 +107,7 @@ def _measured(name: str) -> str:
     found = measured_of(name)
     if not found:
         return "No training run was measured."
-    lines = [f"- {m.claim}: {m.verdict} ({m.numbers})." for m in found]
+    lines = [f"- {m.line}." for m in found]
     return "\n".join([f"Measured with small policies on a CPU ([how]({EVIDENCE})):", "", *lines])
 
 

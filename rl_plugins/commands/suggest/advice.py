@@ -188,12 +188,13 @@ def _problem(suggestion: Suggestion, host: str) -> str:
 
 
 def _method(card: Card, host: str) -> list[str]:
-    results = [f"{m.verdict}: {m.claim}, {m.numbers}" for m in card.measured[:RESULTS]]
+    results = [m.line for m in card.measured[:RESULTS]]
     if len(card.measured) > RESULTS:
         results.append(f"{len(card.measured) - RESULTS} more in `rl-plugins info {card.name}`")
     of_parts = f"see its parts: {', '.join(card.parts)}" if len(card.parts) > 1 else ""
     return [
         f"  {card.name}: {card.does}.",
+        f"      {card.standing.word + ':':<9} {card.standing.why or 'nothing was seen'}",
         f"      measured: {'; '.join(results) or 'nobody measured it yet'}",
         f"      not when: {of_parts or card.avoid_when or '-'}",
         f"      cost:     {of_parts or card.cost or '-'}",
@@ -220,8 +221,10 @@ def plain(answer: Advice) -> dict[str, Any]:
                         "not_when": card.avoid_when,
                         "cost": card.cost,
                         "fidelity": card.fidelity,
+                        "standing": card.standing.word,
+                        "why": card.standing.why,
                         "measured": [
-                            {"verdict": m.verdict, "claim": m.claim, "numbers": m.numbers, "where": m.where}
+                            {"claim": m.claim, "better": m.better, "numbers": m.numbers, "where": m.where}
                             for m in card.measured
                         ],
                         "use": line_of(card, answer.host),

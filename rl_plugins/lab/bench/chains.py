@@ -21,6 +21,7 @@ import hashlib
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -278,12 +279,40 @@ def short(prompts: Any, completions: Sequence[Any], *, chain: Sequence[str], **c
 
 
 def solved(prompts: Any, completions: Sequence[Any], *, chain: Sequence[str], **columns: Any) -> list[float]:
-    """1 where any completion of the same prompt in this call is right: tries of a prompt are scored together."""
-    hits = right(prompts, completions, chain=chain)
-    any_right: dict[str, float] = {}
-    for p, hit in zip(chain, hits, strict=True):
-        any_right[p] = max(any_right.get(p, 0.0), hit)
-    return [any_right[p] for p in chain]
+    """Pass@4: the chance that four of the completions of the prompt in this call have a right one among them."""
+    return _solved(4, completions, chain)
+
+
+def solved_8(prompts: Any, completions: Sequence[Any], *, chain: Sequence[str], **columns: Any) -> list[float]:
+    """Pass@8."""
+    return _solved(8, completions, chain)
+
+
+def _solved(k: int, completions: Sequence[Any], chain: Sequence[str]) -> list[float]:
+    hits: dict[str, list[float]] = {}
+    for p, hit in zip(chain, right(None, completions, chain=chain), strict=True):
+        hits.setdefault(p, []).append(hit)
+    tries = {p: min(k, len(of)) for p, of in hits.items()}
+    return [1 - math.comb(hits[p].count(0.0), tries[p]) / math.comb(len(hits[p]), tries[p]) for p in chain]
+
+
+def agree(
+    prompts: Any,
+    completions: Sequence[Any],
+    *,
+    chain: Sequence[str],
+    paraphrase_set_id: Sequence[int],
+    **columns: Any,
+) -> list[float]:
+    """Share of the completions to other wordings of the prompt in this call that give the same answer, right or not."""
+    answers = [answer_of(text_of(c)) for c in completions]
+    sets = Counter(zip(paraphrase_set_id, answers, strict=True))
+    own = Counter(zip(chain, answers, strict=True))
+    rows, mine = Counter(paraphrase_set_id), Counter(chain)
+    return [
+        (sets[s, answer] - own[p, answer]) / max(rows[s] - mine[p], 1) if answer else 0.0
+        for s, p, answer in zip(paraphrase_set_id, chain, answers, strict=True)
+    ]
 
 
 # ---- what single methods ask about prompts and completions: see settings.py

@@ -6,13 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from rl_plugins.cards.claims import PaperClaim
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.lab.bench import search as learning_rates
-from rl_plugins.lab.bench.claims import LOOKS
-from rl_plugins.lab.bench.results import Results
 from rl_plugins.lab.bench.runs import Waiting
 from rl_plugins.lab.bench.tasks import TASKS, task_of
 from rl_plugins.lab.bench.variants import BenchVariant
-from rl_plugins.lab.bench.verdicts import decide
 
 
 def with_setting(setting: str) -> list[str]:
@@ -46,6 +42,9 @@ def wanted(
         pairs.setdefault(task, {"grpo": None}).update(dict.fromkeys(variants))
     for claim in asked:
         pairs.setdefault(claim.task, {"grpo": None}).update({claim.than: None, claim.label: None})
+        if claim.control:
+            variant, task = claim.control_place
+            pairs.setdefault(task, {})[variant] = None
     neutral = {} if tasks else {"neutral": {"grpo": None, **dict.fromkeys(_plain(variants, asked))}}
     order = list(TASKS)
     found = [*sorted(pairs.items(), key=lambda pair: order.index(pair[0])), *neutral.items()]
@@ -64,25 +63,3 @@ def _plain(variants: Iterable[str], asked: Sequence[PaperClaim]) -> list[str]:
         labels = {c.label for c in of if not TASKS[c.task].environment and "@" not in c.label}
         found += sorted(labels) if of else [variant]
     return found
-
-
-def undecided(results: Results, asked: Sequence[PaperClaim]) -> list[Waiting]:
-    """More seeds of claims that are undecided, at most `LOOKS[-1]`."""
-    more = []
-    for decided in decide(results, asked):
-        if decided.verdict == "undecided" and decided.found and decided.found.seeds < LOOKS[-1]:
-            c = decided.claim
-            upto = next(n for n in LOOKS if n > decided.found.seeds)
-            more += [Waiting(c.task, variant, seed) for seed in range(upto) for variant in (c.than, c.label)]
-    return [w for w in more if not results.has(w.task, w.variant, w.seed)]
-
-
-def searched(results: Results, asked: Sequence[PaperClaim]) -> list[Waiting]:
-    """Of every decided claim: the search of the variant that lost, then that variant on the seeds of the claim."""
-    more = [
-        w
-        for decided in decide(results, asked)
-        if decided.lost and decided.found
-        for w in learning_rates.missing(results, decided.claim, decided.lost, range(decided.found.seeds))
-    ]
-    return list(dict.fromkeys(more))

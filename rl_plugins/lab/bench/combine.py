@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.bench.claims import figures
 from rl_plugins.lab.bench.differences import at_budget, difference
 from rl_plugins.lab.bench.results import CONFIRM_FROM, SEARCH_FROM, Results
 from rl_plugins.lab.bench.runs import Waiting
@@ -124,9 +125,8 @@ def confirmed(results: Results, task: str, variant: str) -> Mapping[str, Any]:
     out["tried"] = [a for a in tried if a.partition("@")[0] not in BASELINES]
     for name, than in (("grpo", "grpo"), ("tuned", tuned(results, task))):
         found = difference(results, task, variant, than, metric, seeds=CONFIRM)
-        if found:
-            numbers = {k: round(getattr(found, k), 5) for k in ("mean", "low", "high", "value", "other")}
-            out[name] = {"than": than, "seeds": found.seeds, **numbers}
+        if told := figures(found):
+            out[name] = {"than": than, **told}
     return out
 
 

@@ -2,9 +2,6 @@
 
 A difference is paired by seed and read at equal budget: of the two runs of a seed, the smaller total of the cost unit.
 A value is the mean over the last quarter of the budget, linear between evaluations. The interval is Student's t.
-
-Seeds are added until a claim is decided, at most `LOOKS[-1]`. Looking several times would find differences by chance,
-so every interval has the level 1 - 0.05 / number of looks, and p-values are multiplied by that number.
 """
 
 from __future__ import annotations
@@ -16,42 +13,33 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from rl_plugins.cards.claims import numbers
-from rl_plugins.cards.results import ALPHA
-from rl_plugins.lab.bench.claims import LOOKS
 from rl_plugins.lab.bench.results import SEARCH_FROM, Point, Results
 from rl_plugins.lab.bench.tasks import METRICS
 
 LAST = 0.25
 TOTALS = ("tokens", "rows")  # metrics that are costs themselves: read at the end
+ENOUGH, PLANNED = 8, 28  # seeds of a verdict: the least, and as many as new runs get
+LEVEL, POWER = 0.95, 0.8
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A variant minus another one, in units of the metric; positive is better for the direction that was asked for.
+    """A variant minus another one, in units of the metric.
 
     Attributes:
-        mean, low, high: of the paired difference; NaN with fewer than two seeds.
+        mean, low, high: of the paired difference, with the ends of its 95 % interval.
+        seen: size of the effect that so many seeds with this spread show in four of five cases.
         value, other: means of both variants.
         seeds: number of pairs.
-        above, below, negative: one-sided p-values, times the number of looks, of "not above zero", "at least `least`"
-            and "not below zero".
     """
 
     mean: float
     low: float
     high: float
+    seen: float
     value: float
     other: float
     seeds: int
-    above: float
-    below: float
-    negative: float
-
-    @property
-    def text(self) -> str:
-        """ "+0.061 (+0.022 to +0.100)"."""
-        return numbers({"mean": self.mean, "low": self.low, "high": self.high})
 
 
 def at_budget(points: Sequence[Point], cost_unit: str, budget: float) -> float:
@@ -70,16 +58,19 @@ def difference(
     variant: str,
     than: str,
     metric: str,
-    better: str = "higher",
     budget: str = "steps",
-    least: float = 0.0,
     seeds: Sequence[int] = range(SEARCH_FROM),
+    than_task: str = "",
 ) -> Difference | None:
-    """The paired difference of two variants in a task; None without two seeds that both have."""
-    name, sign = METRICS[metric][0], 1.0 if better == "higher" else -1.0
+    """The paired difference of two variants in a task; None without two seeds that both have.
+
+    Args:
+        than_task: the task of the second one; empty: the same.
+    """
+    name, than_task = METRICS[metric][0], than_task or task
     pairs = []
-    for seed in sorted(set(results.seeds(task, variant, seeds)) & set(results.seeds(task, than, seeds))):
-        both = [results.runs[task, a, seed].curves for a in (variant, than)]
+    for seed in sorted(set(results.seeds(task, variant, seeds)) & set(results.seeds(than_task, than, seeds))):
+        both = [results.runs[t, v, seed].curves for t, v in ((task, variant), (than_task, than))]
         if not all(name in curves for curves in both):
             continue
         if metric in TOTALS:
@@ -90,20 +81,10 @@ def difference(
     values = np.array([p for p in pairs if not any(map(math.isnan, p))], dtype=float)
     if len(values) < 2:
         return None
-    delta = sign * (values[:, 0] - values[:, 1])
-    n, mean, looks = len(delta), float(delta.mean()), len(LOOKS)
-    error = float(delta.std(ddof=1)) / math.sqrt(n)
-    half = float(stats.t.ppf(1 - ALPHA / looks / 2, n - 1)) * error
-
-    def p(t: float) -> float:
-        return min(looks * float(stats.t.sf(t, n - 1)), 1.0)
-
-    if error == 0:  # every seed has the same difference: the variants are equal, or there is nothing to estimate
-        above, below, negative = (float(mean <= 0), float(mean >= least), float(mean >= 0))
-    else:
-        above, below, negative = p(mean / error), p((least - mean) / error), p(-mean / error)
-    means = values.mean(0)
-    return Difference(mean, mean - half, mean + half, float(means[0]), float(means[1]), n, above, below, negative)
+    delta, means, n = values[:, 0] - values[:, 1], values.mean(0), len(values)
+    mean, error = float(delta.mean()), float(delta.std(ddof=1)) / math.sqrt(n)
+    half, more = (float(stats.t.ppf(q, n - 1)) * error for q in ((1 + LEVEL) / 2, POWER))
+    return Difference(mean, mean - half, mean + half, half + more, float(means[0]), float(means[1]), n)
 
 
 def _reached(curves: Mapping[str, Sequence[Point]], cost_unit: str) -> float:

@@ -1,4 +1,4 @@
-"""The figures of the bench, from the raw results: the matrix, GRPO in each task, and the curves of a method."""
+"""The figures of the bench: all claims with their intervals, GRPO in each task, and the curves of a method."""
 
 from __future__ import annotations
 
@@ -9,27 +9,33 @@ from typing import Any
 
 import numpy as np
 
-from rl_plugins.lab.bench.claims import LOOKS, claims_of
-from rl_plugins.lab.bench.differences import TOTALS
+from rl_plugins.cards.claims import measured
+from rl_plugins.lab.bench.claims import claims_of
+from rl_plugins.lab.bench.differences import ENOUGH, TOTALS
+from rl_plugins.lab.bench.page import SECTIONS, section_of
 from rl_plugins.lab.bench.published import methods_run
 from rl_plugins.lab.bench.results import Point, Results
 from rl_plugins.lab.bench.tasks import METRICS, TASKS
 
 Panel = tuple[str, str, Sequence[str]]
 """A task, a metric, and variants."""
+MARKERS = {
+    "": ("o", "to what the claim names"),
+    "tokens": ("s", "at equal tokens"),
+    "control": ("D", "to the host's way"),
+}
 
 
 def draw(results: Results, told: Mapping[str, Any], folder: Path) -> None:
-    """The matrix, the curves of GRPO per task and those of every method, each for light and dark pages.
+    """The claims, the curves of GRPO per task and those of every method, each for light and dark pages.
 
     Args:
         told: the summary of the results.
     """
     from rl_plugins.lab.compare import figures
 
-    if told["matrix"]:
-        figures.save(folder / "matrix.png", lambda: _draw_matrix(told))
-    tasks = [c for c in TASKS if len(results.seeds(c, "grpo")) >= LOOKS[0]]
+    figures.save(folder / "claims.png", lambda: _draw_claims(told))
+    tasks = [c for c in TASKS if len(results.seeds(c, "grpo")) >= ENOUGH]
     if tasks:
         wanted = [(c, TASKS[c].metric, ["grpo"]) for c in tasks]
         figures.save(folder / "baseline.png", lambda: _draw_curves(results, wanted))
@@ -75,42 +81,36 @@ def _curves(results: Results, task: str, variant: str, metric: str) -> list[list
     return [run for run in runs if run]
 
 
-def _draw_matrix(told: Mapping[str, Any]) -> Any:
-    import matplotlib
+def _draw_claims(told: Mapping[str, Any]) -> Any:
+    """A line for each claim that was run: its differences with their intervals, in units of what matters."""
     from matplotlib.figure import Figure
 
-    tasks = [c for c in TASKS if any(p["task"] == c for p in told["matrix"])]
-    variants = sorted({p["variant"] for p in told["matrix"]})
-    by = {(p["variant"], p["task"]): p for p in told["matrix"]}
-    size = np.full((len(variants), len(tasks)), np.nan)
-    figure = Figure(figsize=(2.4 + max(3.0, 0.62 * len(tasks)), 1.4 + 0.24 * len(variants)), layout="constrained")
+    from rl_plugins.lab.compare.figures import WIDTH, color
+
+    claims = [c for key in SECTIONS for c in told["claims"] if "mean" in c and section_of(c) == key][::-1]
+    figure = Figure(figsize=(WIDTH, 1.2 + 0.19 * len(claims)), layout="constrained")
     axis = figure.subplots()
-    for i, variant in enumerate(variants):
-        for j, task in enumerate(tasks):
-            place = by.get((variant, task))
-            if place is None:
-                continue
-            size[i, j] = place.get("mean", np.nan)
-            apart = place["mark"] in ("better", "worse")
-            text = f"{place['mean']:+.2f}{'*' if apart else ''}" if "mean" in place else "failed"
-            weight = "bold" if apart else "normal"
-            # dark text on pale places, also on dark pages; a place without a number has the page's own colour
-            written: dict[str, Any] = {"color": "#111111"} if "mean" in place else {}
-            axis.text(j, i, text, ha="center", va="center", fontsize=6.5, fontweight=weight, **written)
-    # Purple is better and orange is worse; the sign and the star say the same without colour.
-    shades = matplotlib.colormaps["PuOr"].resampled(13)  # few, so that a small file keeps them all
-    shown = axis.imshow(size, cmap=shades, vmin=-0.3, vmax=0.3, aspect="auto")
-    axis.set_xticks(range(len(tasks)), tasks, rotation=45, ha="right", fontsize=7)
-    axis.set_yticks(range(len(variants)), [shown_variant(variant) for variant in variants], fontsize=7)
-    axis.grid(False)
-    figure.colorbar(shown, ax=axis, shrink=0.5, label="difference from GRPO (* told apart)")
+    axis.axvspan(-1, 1, color=color(0), alpha=0.15, linewidth=0)
+    axis.axvline(0, color=color(0), linewidth=1)
+    for i, (name, (marker, label)) in enumerate(MARKERS.items(), 1):
+        of = [(y - 0.22 * (i - 2), measured(c)[name], c) for y, c in enumerate(claims) if name in measured(c)]
+        units = [c["least"] * (1 if c["better"] == "higher" else -1) for _, _, c in of]
+        at = [d["mean"] / unit for (_, d, _), unit in zip(of, units, strict=True)]
+        half = [abs((d["high"] - d["low"]) / unit) / 2 for (_, d, _), unit in zip(of, units, strict=True)]
+        y = [place for place, _, _ in of]
+        axis.errorbar(at, y, xerr=half, fmt=marker, markersize=3.5, linewidth=1, color=color(i), label=label)
+    axis.set_yticks(
+        range(len(claims)), [f"{shown_variant(c.get('variant') or c['method'])}, {c['task']}: {c['metric']}" for c in claims], size=6.5
+    )
+    axis.set_ylim(-1, len(claims))
+    axis.set_xlabel("difference / smallest that matters; right of zero the method is better")
+    figure.legend(loc="outside upper center", ncols=3)
     return figure
 
 
 def shown_variant(variant: str) -> str:
-    """A variant in a figure: options are cut short."""
-    name, _, options = variant.partition("@")
-    return f"{name} @ {len(options.split(','))} options" if len(options) > 24 else variant
+    """A variant in a figure: of many options the first."""
+    return variant if len(variant) < 36 else f"{variant.partition(',')[0]}, …"
 
 
 def _draw_curves(results: Results, wanted: Sequence[Panel]) -> Any:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from rl_plugins.cards.claims import numbers, outcomes_of
+from rl_plugins.cards.claims import decide, outcomes_of
 from rl_plugins.lab.bench.claims import claims_of
-from rl_plugins.lab.bench.page import CLAIM_HEAD, SIGN, claim_row
-from rl_plugins.lab.bench.published import COSTS, place_of, published
-from rl_plugins.lab.bench.tasks import TASKS
+from rl_plugins.lab.bench.page import CLAIM_HEAD, PLACES_HEAD, claim_row, place_row
+from rl_plugins.lab.bench.published import published
 
 
 def method_page(method: str, does: str) -> str:
@@ -18,7 +14,10 @@ def method_page(method: str, does: str) -> str:
     Args:
         does: what the method does, a line of its card.
     """
-    claims = [c for c in outcomes_of(method) if c["verdict"] != "not tested"]
+    tested = [c for c in outcomes_of(method) if decide(c)[0] != "not tested"]
+    untested = [f"- {c['says']} {c['untested']}" for c in outcomes_of(method) if c not in tested]
+    variants = [method, *(c.label for c in claims_of(method))]
+    places = [place_row(p, f"`{p['variant']}`") for p in published()["places"] if p["variant"] in variants]
     lines = [
         f"# `{method}` on the bench",
         "",
@@ -34,46 +33,20 @@ def method_page(method: str, does: str) -> str:
         "## Claims",
         "",
         "| the paper says | " + CLAIM_HEAD.removesuffix("---|"),
-        *(f"| {c['says']} | {claim_row(c)}" for c in claims),
+        *(f"| {c['says']} | {claim_row(c)}" for c in tested),
         "",
-    ]
-    untested = [c for c in outcomes_of(method) if c["verdict"] == "not tested"]
-    if untested:
-        lines += ["Not tested:", "", *(f"- {c['says']} {c['untested']}" for c in untested), ""]
-    return "\n".join([*lines, *_places(method), *_rerun(method)])
-
-
-def _places(method: str) -> list[str]:
-    variants = dict.fromkeys([method, *(c.label for c in claims_of(method))])
-    found = [(variant, task, p) for variant in variants for task in TASKS if (p := place_of(variant, task))]
-    if not found:
-        return []
-    costs = {(c["variant"], c["task"]): c for c in published()["costs"]}
-    lines = [
+        *(["Not tested:", "", *untested, ""] if untested else []),
         "## In each task",
         "",
-        "Difference from GRPO in the metric of the task at equal steps, and totals over GRPO's.",
+        "Difference from GRPO in the metric of the task, and totals over GRPO's at equal steps.",
         "",
-        "| variant | task | difference | seeds | | " + " | ".join(COSTS.values()) + " |",
-        "|---|---|---|---|---|" + "---|" * len(COSTS),
-    ]
-    for variant, task, place in found:
-        cost = " | ".join(_ratio(costs.get((variant, task), {}), name) for name in COSTS)
-        word = f"{SIGN[place['mark']]} {place['mark']}"
-        told = numbers(place) or place.get("error", "")
-        lines.append(f"| `{variant}` | {task} | {told} | {place.get('seeds', '')} | {word} | {cost} |")
-    return [*lines, ""]
-
-
-def _ratio(cost: Mapping[str, Any], name: str) -> str:
-    return f"{cost[name]:.2f}" if name in cost else ""
-
-
-def _rerun(method: str) -> list[str]:
-    return [
+        PLACES_HEAD,
+        *places,
+        "",
         "## Run it again",
         "",
         f"    rl-plugins bench {method} --dry-run                       # which runs, and how long they take",
         f"    rl-plugins bench {method} --against benchmarks/bench      # run, and compare with our raw results",
         "",
     ]
+    return "\n".join(lines)

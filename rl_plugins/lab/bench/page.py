@@ -1,114 +1,156 @@
-"""The results of docs/bench.md on the site, from `published.json`."""
+"""The results of docs/bench.md on the site, from `published.json` and `claims.json`."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_plugins.cards.claims import numbers
-from rl_plugins.lab.bench.claims import DECIDED
-from rl_plugins.lab.bench.published import COSTS, methods_run, published, tasks_run
+from rl_plugins.cards.claims import decide, measured, name_of, numbers, verdict_text
+from rl_plugins.lab.bench.published import COSTS, methods_run, published
 from rl_plugins.lab.bench.tasks import METRICS, TASKS
 
-SIGN = {"better": "+", "worse": "−", "no significant difference": "·", "failed": "x"}
+Told = Mapping[str, Any]
+SECTIONS: Mapping[str, tuple[str, str]] = {
+    "helps": ("What helped", "Ahead of what the claim names, at equal tokens decoded, and of the host's own way."),
+    "host": (
+        "Ahead of GRPO, but not of a control",
+        "The host's own way, or as many tokens for GRPO, were not seen to do less. Take that first.",
+    ),
+    "harmful": ("What did harm", "Behind GRPO, or behind a control, by more than what matters."),
+    "within": (
+        "What is bounded",
+        "Runs would have shown what matters, and did not. The effect is no larger than the bound.",
+    ),
+    "cannot be seen here": (
+        "What needs more than we had",
+        "The last column is the number of seeds that would show the smallest difference that matters, at the spread of "
+        "these runs. Larger batches, longer runs and other tasks may show what these cannot.",
+    ),
+}
 
 
 def results() -> str:
     """What docs/bench.md shows on the site, after what it says of tasks and verdicts."""
     told = published()
-    parts = []
-    if told["matrix"]:
-        parts += [_matrix(told), _claims(told), _together(told), _hosts(told), _costs(told)]
-    parts += [_tasks(), _not_tested(told)]
-    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
+    parts = [_intro(told)] + [_section(key, told["claims"]) for key in SECTIONS]
+    parts += [_not_run(told["claims"]), _neutral(told), _together(told), _hosts(told), _tasks(told)]
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts if part)
 
 
-def _matrix(told: Mapping[str, Any]) -> str:
-    tasks = tasks_run()
-    by = {(p["variant"], p["task"]): p for p in told["matrix"]}
-    variants = sorted({p["variant"] for p in told["matrix"]})
-    head = (
-        f"## Methods by tasks\n\n{told['runs']} runs, {told['hours']:.1f} hours of one core, the last one on "
-        f"{told['last']}. Difference from GRPO in the metric of the task at equal steps; **+** better, **−** worse, "
-        "**·** no significant difference, x refused to run or failed, for the reason below; an empty place was not "
-        "run.\n\n"
-        "![Methods by tasks](figures/bench/matrix.png)\n\n"
-        "| variant | " + " | ".join(tasks) + " |\n|---|" + "---|" * len(tasks)
+def section_of(claim: Told) -> str:
+    """The section of a claim: its verdict, or "host" where only a control keeps it from helping."""
+    verdict, by = decide(claim)
+    return "host" if by and verdict in ("within", "cannot be seen here") else verdict
+
+
+def _intro(told: Told) -> str:
+    return (
+        f"## The claims\n\n{told['runs']} runs, the last one on {told['last']}. Each line is a claim, its interval in "
+        "units of the smallest difference that matters; right of zero the method is the better one. Circles are the "
+        "difference to what the claim names, squares that at equal tokens decoded, diamonds that to the host's own "
+        "way.\n\n![Intervals of all claims](figures/bench/claims.png)\n"
     )
-    rows = [
-        f"| {_linked(variant, told)} | " + " | ".join(_place(by.get((variant, task))) for task in tasks) + " |"
-        for variant in variants
-    ]
-    refused = [f"- `{p['variant']}` in {p['task']}: {p['error']}" for p in told["matrix"] if "error" in p]
-    return "\n".join([head, *rows, "", *refused, ""])
 
 
-def _linked(variant: str, told: Mapping[str, Any]) -> str:
-    name = variant.partition("@")[0]
-    return f"[`{variant}`](bench/{name}.md)" if name in methods_run(told) else f"`{variant}`"
-
-
-def _place(place: Mapping[str, Any] | None) -> str:
-    if place is None:
+def _section(key: str, claims: Sequence[Told]) -> str:
+    title, about = SECTIONS[key]
+    of = [c for c in claims if section_of(c) == key]
+    if not of:
         return ""
-    if "mean" not in place:
-        return SIGN[place["mark"]]
-    return f"**{SIGN[place['mark']]}** {place['mean']:+.3f} ({place['seeds']})"
+    rows = [f"| [`{c['method']}`](bench/{c['method']}.md) | {c['says']} | {claim_row(c)}" for c in of]
+    return "\n".join([f"## {title}", "", about, "", "| method | the paper says | " + CLAIM_HEAD, *rows])
 
 
-def _claims(told: Mapping[str, Any]) -> str:
-    run = [c for c in told["claims"] if c["verdict"] in ("confirmed", "refuted", "undecided", "failed")]
-    counts = Counter(c["verdict"] for c in told["claims"])
-    order = {"confirmed": 0, "refuted": 1, "undecided": 2, "failed": 3}
-    lines = [
-        "## Claims",
-        "",
-        ", ".join(f"{n} {verdict}" for verdict, n in counts.most_common()) + ".",
-        "",
-        "| method | the paper says | " + CLAIM_HEAD,
-    ]
-    for c in sorted(run, key=lambda c: (order[c["verdict"]], c["method"])):
-        lines.append(f"| [`{c['method']}`](bench/{c['method']}.md) | {c['says']} | {claim_row(c)}")
-    return "\n".join([*lines, ""])
+CLAIM_HEAD = "where | difference | verdict | seeds | seeds for what matters |\n|---|---|---|---|---|---|---|"
+
+
+def claim_row(c: Told) -> str:
+    """A claim's places behind what it says."""
+    lower = ", lower is better" if c["better"] == "lower" else ""
+    where = f"`{c.get('variant') or c['method']}` in {c['task']}: {c['metric']}{lower}, equal {_words(c['budget'])}"
+    if "mean" not in c:
+        return f"{where} | | {c.get('error') or verdict_text(c)} | | |"
+    found = "; ".join(f"{numbers(d)} to {name_of(c, name)}" for name, d in measured(c).items())
+    d = measured(c).get(decide(c)[1], c)
+    needed = max(d["seeds"], round(d["seeds"] * (d["seen"] / c["least"]) ** 2))
+    return f"{where} | {found} | {verdict_text(c)} | {c['seeds']} | {needed} |"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def headline() -> str:
     """What README says of the bench, with links from the root of the repository."""
     told = published()
-    of = {v: [c for c in told["claims"] if c["verdict"] == v] for v in ("confirmed", "refuted", "undecided")}
-    run = sum(map(len, of.values()))
-    told_apart = "; ".join(
-        f"{len(of[v])} {v} ({', '.join(dict.fromkeys(_named(c) for c in of[v]))})" for v in of if of[v] and v in DECIDED
+    of = {key: [c for c in told["claims"] if section_of(c) == key] for key in SECTIONS}
+    helped = "; ".join(
+        f"`{c['method']}`, {METRICS[c['metric']][1].partition(' (')[0]}, where {TASKS[c['task']].about}"
+        for c in of["helps"]
     )
+    named = {key: ", ".join(dict.fromkeys(f"`{c['method']}`" for c in found)) for key, found in of.items()}
     return (
-        f"Methods and baselines ran on the same generated tasks with equal budgets, {told['runs']} runs, against "
-        f"claims that were written down first. Of {run} claims that a small policy can test: {told_apart}; "
-        f"{len(of['undecided'])} undecided. [The page of the bench](docs/bench.md) has all intervals and curves."
+        f"Of {sum(map(len, of.values()))} claims of papers that a small policy can test, in {told['runs']} runs with "
+        f"equal budgets: {len(of['helps'])} help, also at equal tokens and against the host's own way ({helped}). "
+        f"{len(of['host'])} are ahead of GRPO and not of such a control ({named['host']}): take that first. "
+        f"{len(of['harmful'])} do harm ({named['harmful']}), {len(of['within'])} are bounded ({named['within']}), and "
+        f"{len(of['cannot be seen here'])} are too small for these runs to see. [The page of the bench](docs/bench.md) "
+        "says how, and [docs/choose.md](docs/choose.md) what to use for which problem."
     )
 
 
-def _named(claim: Mapping[str, Any]) -> str:
-    return f"`{claim['method']}`"
+def _not_run(claims: Sequence[Told]) -> str:
+    of = {v: [c for c in claims if decide(c)[0] == v] for v in ("not run", "failed", "not tested")}
+    lines = ["## Not run", ""]
+    if of["not run"] + of["failed"]:
+        lines += ["These claims have a task, and no runs, too few, or runs that ended with an error:", ""]
+        lines += [
+            f"- `{c.get('variant') or c['method']}` in {c['task']}: {c['says']} {c.get('error', '')}".rstrip()
+            for c in of["not run"] + of["failed"]
+        ]
+    if lacking := [c for c in claims if "mean" in c and "control" in c and "control" not in c.get("against", {})]:
+        lines += ["", "The control of these claims was not run. None of them is ahead of GRPO unless it says so:", ""]
+        lines += [f"- `{c.get('variant') or c['method']}` in {c['task']}: `{c['control']}`" for c in lacking]
+    lines += ["", "These claims have no task:", ""]
+    return "\n".join([*lines, *(f"- `{c['method']}`: {c['says']} {c['untested']}" for c in of["not tested"])])
 
 
-CLAIM_HEAD = "task, metric, equal | variant, than | difference | seeds | verdict |\n|---|---|---|---|---|---|---|"
+def _neutral(told: Told) -> str:
+    rows = [p for p in told["places"] if p["task"] == "neutral"]
+    lines = [
+        "## Where nothing asks for the method",
+        "",
+        "Difference from GRPO in `neutral`, right answers (share), at equal steps and at equal tokens decoded, and "
+        "totals over GRPO's at equal steps.",
+        "",
+        PLACES_HEAD,
+    ]
+    return "\n".join([*lines, *(place_row(p, _linked(p["variant"])) for p in rows)])
 
 
-def claim_row(c: Mapping[str, Any]) -> str:
-    """A claim's places behind what it says."""
-    where = f"{c['task']}, {c['metric']}, {c['budget'].replace('_', ' ')}"
-    found = numbers(c) or c.get("error", "")
-    if c["verdict"] == "confirmed" and c["mean"] < c["least"]:
-        found += f"; less than the {c['least']:g} that matter"
-    if "tuned" in c:
-        best = "none was better" if c["tuned"] == c["lost"] else f"`{c['tuned']}` {numbers(c['again'])}"
-        found += f"; learning rate of `{c['lost']}` searched: {best}"
-    variants = f"`{c.get('variant') or c['method']}`, `{c['than']}`"
-    return f"{where} | {variants} | {found} | {c.get('seeds', '')} | {c['verdict']} |"
+PLACES_HEAD = (
+    "| variant | task | equal steps | equal tokens | seeds | "
+    + " | ".join(COSTS.values())
+    + " |\n"
+    + ("|---" * (5 + len(COSTS)) + "|")
+)
 
 
-def _together(told: Mapping[str, Any]) -> str:
+def place_row(place: Told, variant: str) -> str:
+    """A variant in a task, as a row below `PLACES_HEAD`."""
+    if "error" in place:
+        return f"| {variant} | {place['task']} | {place['error']} | | |" + " |" * len(COSTS)
+    cost = " | ".join(f"{place['costs'][name]:.2f}" if name in place["costs"] else "" for name in COSTS)
+    tokens = numbers(place["tokens"]) if place["tokens"] else ""
+    return f"| {variant} | {place['task']} | {numbers(place)} | {tokens} | {place['seeds']} | {cost} |"
+
+
+def _linked(variant: str) -> str:
+    name = variant.partition("@")[0]
+    return f"[`{variant}`](bench/{name}.md)" if name in methods_run() else f"`{variant}`"
+
+
+def _together(told: Told) -> str:
     lines = []
     if told["attributions"]:
         lines += [
@@ -138,11 +180,10 @@ def _together(told: Mapping[str, Any]) -> str:
             columns = [f"{numbers(s[k])}, {s[k]['seeds']} seeds" if k in s else "" for k in ("grpo", "tuned")]
             than = f" (`{s['tuned']['than']}`)" if "tuned" in s else ""
             lines.append(f"| {s['task']} | `{s['variant']}` | {len(s['tried'])} | {columns[0]} | {columns[1]}{than} |")
-        lines.append("")
     return "\n".join(lines)
 
 
-def _hosts(told: Mapping[str, Any]) -> str:
+def _hosts(told: Told) -> str:
     if not told["hosts"]:
         return ""
     lines = [
@@ -161,43 +202,10 @@ def _hosts(told: Mapping[str, Any]) -> str:
             f"| `{h['variant']}` | {h['task']} | {h['trl']:+.3f} | {h['verl']:+.3f} | {seeds} | "
             f"{h['low']:+.3f} to {h['high']:+.3f} | {word} |"
         )
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
 
 
-def _costs(told: Mapping[str, Any]) -> str:
-    lines = [
-        "## What it cost",
-        "",
-        "Totals over those of GRPO at equal steps in the same task, mean over seeds.",
-        "",
-        "| variant | task | " + " | ".join(COSTS.values()) + " |",
-        "|---|---|" + "---|" * len(COSTS),
-    ]
-    for c in sorted(told["costs"], key=lambda c: (c["variant"], list(TASKS).index(c["task"]))):
-        lines.append(
-            f"| `{c['variant']}` | {c['task']} | " + " | ".join(f"{c.get(k, float('nan')):.2f}" for k in COSTS) + " |"
-        )
-    return "\n".join([*lines, ""])
-
-
-def _tasks() -> str:
-    figure = ["![GRPO in each task](figures/bench/baseline.png)", ""] if tasks_run() else []
-    lines = ["## Tasks", "", *figure, "| task | what is different | metric |", "|---|---|---|"]
-    lines += [f"| `{name}` | {task.about} | {METRICS[task.metric][1]} |" for name, task in TASKS.items()]
-    return "\n".join([*lines, ""])
-
-
-def _not_tested(told: Mapping[str, Any]) -> str:
-    waiting = [c for c in told["claims"] if c["verdict"] == "not run"]
-    untested = [c for c in told["claims"] if c["verdict"] == "not tested"]
-    lines = ["## Not run", ""]
-    if empty := [f"`{task}`" for task in TASKS if task not in tasks_run()]:
-        lines += [f"No variant has eight seeds in these tasks: {', '.join(empty)}.", ""]
-    if waiting:
-        lines += ["These claims have a task, and no run or too few seeds yet:", ""]
-        lines += [f"- `{c.get('variant') or c['method']}` in {c['task']}: {c['says']}" for c in waiting]
-        lines += [""]
-    if untested:
-        lines += ["These claims have no task:", ""]
-        lines += [f"- `{c['method']}`: {c['says']} {c['untested']}" for c in untested]
-    return "\n".join([*lines, ""])
+def _tasks(told: Told) -> str:
+    lines = ["## Tasks", "", "![GRPO in each task](figures/bench/baseline.png)", ""]
+    lines += ["| task | what is different | metric |", "|---|---|---|"]
+    return "\n".join(lines + [f"| `{n}` | {task.about} | {METRICS[task.metric][1]} |" for n, task in TASKS.items()])

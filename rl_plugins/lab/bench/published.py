@@ -1,4 +1,4 @@
-"""What the package carries of the results: `published.json` here, and claims and results on the cards.
+"""What the package carries of the results: `published.json` here, and `claims.json` of the cards.
 
 `rl-plugins bench --publish` writes all of them. Nothing here reads raw results.
 """
@@ -12,13 +12,8 @@ from importlib.resources import files
 from typing import Any
 
 from rl_plugins.cards.claims import outcomes
-from rl_plugins.lab.bench.tasks import TASKS
 
-COSTS: Mapping[str, str] = {
-    "rows_trained": "rows trained",
-    "tokens_decoded": "tokens decoded",
-    "seconds": "time",
-}
+COSTS: Mapping[str, str] = {"rows_trained": "rows trained", "tokens_decoded": "tokens decoded"}
 
 
 @cache
@@ -28,22 +23,10 @@ def published() -> Mapping[str, Any]:
     return {**json.loads(text), "claims": outcomes()}
 
 
-def place_of(variant: str, task: str) -> Mapping[str, Any] | None:
-    """A place of the matrix; None where nothing was run."""
-    return next((p for p in published()["matrix"] if (p["variant"], p["task"]) == (variant, task)), None)
-
-
-def tasks_run() -> list[str]:
-    """Tasks in which something was run, in their order."""
-    found = {place["task"] for place in published()["matrix"]}
-    return [task for task in TASKS if task in found]
-
-
 def methods_run(told: Mapping[str, Any] | None = None) -> list[str]:
     """Methods and bundles of which a claim was run, in the order of their names.
 
     Args:
         told: a summary; none: the published one.
     """
-    run = {c["method"] for c in (told or published())["claims"] if "mean" in c or c["verdict"] == "failed"}
-    return sorted(run)
+    return sorted({c["method"] for c in (told or published())["claims"] if "mean" in c or "error" in c})

@@ -1,9 +1,9 @@
 """The raw results: `runs.parquet`, a record per run, and `curves.parquet`, its values over the course of training.
 
 Columns of `runs`: task, variant, seed, host, `task_fingerprint` and `variant_fingerprint` (results with another one are
-made again), versions (JSON), date, seconds, error. Columns of `curves`: task, variant, seed, host, then `step`, the
-costs so far (`rows_trained`, `tokens_decoded`, `seconds`), `name` and `value`. Values of training are means since the
-evaluation before.
+made again), versions (JSON), date, error. Columns of `curves`: task, variant, seed, host, then `step`, the costs so far
+(`rows_trained`, `tokens_decoded`), `name` and `value`. Values of training are means since the evaluation before. What
+the methods of a variant log is kept, too, from 2026-11-27 on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ RUNS = pa.schema(
         "variant_fingerprint": pa.string(),
         "versions": pa.string(),
         "date": pa.string(),
-        "seconds": pa.float32(),
         "error": pa.string(),
     }
 )
@@ -54,7 +53,6 @@ CURVES = pa.schema(
         "step": pa.int32(),
         "rows_trained": pa.float64(),
         "tokens_decoded": pa.float64(),
-        "seconds": pa.float32(),
         "name": pa.string(),
         "value": pa.float64(),
     }
@@ -88,9 +86,7 @@ class BenchRun:
         return str(self.record["error"])
 
     @classmethod
-    def of(
-        cls, task: str, variant: str, seed: int, lines: Sequence[Mapping[str, Any]], seconds: float, error: str
-    ) -> BenchRun:
+    def of(cls, task: str, variant: str, seed: int, lines: Sequence[Mapping[str, Any]], error: str = "") -> BenchRun:
         """From the lines that the trainer logged."""
         names = ("trl", "torch", "transformers", "rl-plugins")
         versions = {**{name: version(name) for name in names}, "python": platform.python_version()}
@@ -103,20 +99,20 @@ class BenchRun:
             "variant_fingerprint": variant_fingerprint(variant),
             "versions": json.dumps(versions),
             "date": datetime.date.today().isoformat(),
-            "seconds": seconds,
             "error": error,
         }
-        return cls(record, {} if error else _curves(lines))
+        return cls(record, {} if error else _curves(lines, BenchVariant.of(variant).parts))
 
 
-def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
+def _curves(lines: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> dict[str, list[Point]]:
     course = Course.of(lines)
     marks = sorted({int(line["step"]) for line in lines if any(k.startswith("eval_") for k in line)})
     ends = marks[1:] or [max(int(line["step"]) for line in lines)]
     out: dict[str, list[Point]] = {}
-    for name in KEPT:
+    own = dict.fromkeys(k for line in lines for k in line if k.partition("/")[0] in methods)
+    for name in (*KEPT, *own):
         found = [
-            (int(line["step"]), {c: float(cost.get(c, math.nan)) for c in (*COST_UNITS, "seconds")}, float(line[name]))
+            (int(line["step"]), {c: float(cost.get(c, math.nan)) for c in COST_UNITS}, float(line[name]))
             for line, cost in zip(course.lines, course.costs, strict=True)
             if isinstance(line.get(name), (int, float))
         ]
@@ -179,7 +175,7 @@ class Results:
             run = found.runs.get((row["task"], row["variant"], row["seed"]))
             if run is None:
                 continue  # a process was killed between the two files; the run is made again
-            costs = {"steps": row["step"], **{k: row[k] for k in ("rows_trained", "tokens_decoded", "seconds")}}
+            costs = {"steps": row["step"], **{k: row[k] for k in COST_UNITS[1:]}}
             run.curves.setdefault(row["name"], []).append((costs, row["value"]))
         return found
 
@@ -189,7 +185,7 @@ class Results:
         rows = [
             {k: run.record[k] for k in ("task", "variant", "seed", "host")}
             | {"step": int(costs["steps"]), "name": name, "value": value}
-            | {k: costs[k] for k in ("rows_trained", "tokens_decoded", "seconds")}
+            | {k: costs[k] for k in COST_UNITS[1:]}
             for run in order
             for name, points in sorted(run.curves.items())
             for costs, value in points

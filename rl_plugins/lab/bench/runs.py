@@ -29,7 +29,6 @@ from rl_plugins.lab.bench.variants import BenchVariant
 from rl_plugins.lab.compare.plan import LOG_VARIABLE
 from rl_plugins.runtime import processes
 
-LIMIT = 600.0  # seconds of one run, after which it counts as failed
 PRELOADED = ["torch", "transformers", "datasets", "trl", "trl.scripts.grpo", "rl_plugins.trl.commands.script"]
 
 
@@ -88,7 +87,7 @@ def _run(
     context.set_forkserver_preload(PRELOADED)
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     os.environ["HF_DATASETS_CACHE"] = str((out / "cache").absolute())
-    running: list[tuple[Waiting, Any, float]] = []
+    running: list[tuple[Waiting, Any]] = []
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -105,29 +104,30 @@ def _run(
                     running.append(_begin(missing.pop(0), out, policy, context))
                 time.sleep(0.1)
                 for entry in list(running):
-                    w, process, start = entry
-                    if process.is_alive() and time.monotonic() - start < LIMIT:
-                        continue
+                    w, process = entry
                     if process.is_alive():
-                        process.kill()
+                        continue
                     process.join()
                     running.remove(entry)
-                    run = _read(w, out, process.exitcode, time.monotonic() - start)
+                    progress.advance(task)
+                    if process.exitcode < 0:  # says nothing of the variant: the next command makes the run again
+                        console.print(f"{w.task}, {w.variant}, seed {w.seed} was killed.", highlight=False)
+                        continue
+                    run = _read(w, out, process.exitcode)
                     results.add(run)
                     results.write(out)
-                    progress.advance(task)
                     if run.error:
                         console.print(f"{w.task}, {w.variant}, seed {w.seed} failed: {run.error}", highlight=False)
                     if watch:
                         watch(results)
         finally:
-            for _, process, _ in running:
+            for _, process in running:
                 process.kill()
                 process.join()
     return results
 
 
-def _begin(w: Waiting, out: Path, policy: Callable[[str], Path], context: Any) -> tuple[Waiting, Any, float]:
+def _begin(w: Waiting, out: Path, policy: Callable[[str], Path], context: Any) -> tuple[Waiting, Any]:
     task, variant = task_of(w.task), BenchVariant.of(w.variant)
     folder = w.folder(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ def _begin(w: Waiting, out: Path, policy: Callable[[str], Path], context: Any) -
     args = (str(folder.absolute()), variant.script, processes.environment(folder))
     process = context.Process(target=_train, args=args)
     process.start()
-    return w, process, time.monotonic()
+    return w, process
 
 
 def _train(folder: str, script: str, variables: Mapping[str, str]) -> None:
@@ -167,14 +167,14 @@ def _train(folder: str, script: str, variables: Mapping[str, str]) -> None:
     os._exit(0)  # nothing of the server's state is cleaned up twice
 
 
-def _read(w: Waiting, out: Path, code: int | None, seconds: float) -> BenchRun:
+def _read(w: Waiting, out: Path, code: int | None) -> BenchRun:
     folder = w.folder(out)
     lines = json_lines(folder / "log.jsonl")
     error = ""
     if code != 0:
         said = (folder / "output.txt").read_text(errors="replace").strip().splitlines()
-        error = _reason(said) if seconds < LIMIT and said else f"took more than {LIMIT:.0f} s"
-    return BenchRun.of(w.task, w.variant, w.seed, lines, seconds, error)
+        error = _reason(said) if said else f"ended with exit status {code}"
+    return BenchRun.of(w.task, w.variant, w.seed, lines, error)
 
 
 def _reason(said: Sequence[str]) -> str:

@@ -9,8 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rl_plugins.cards.claims import PaperClaim, numbers
-from rl_plugins.lab.bench.choice import searched, undecided
+from rl_plugins.cards.claims import numbers
 from rl_plugins.lab.bench.combine import CONFIRM, MOST, SEARCH, TUNED, confirmed, grow, tuned
 from rl_plugins.lab.bench.results import Results
 from rl_plugins.lab.bench.runs import Waiting, run_missing
@@ -18,24 +17,10 @@ from rl_plugins.lab.bench.tables import SECONDS
 from rl_plugins.lab.bench.tasks import task_of
 
 
-def train(
-    wanted: Sequence[Waiting],
-    asked: Sequence[PaperClaim],
-    out: Path,
-    jobs: int,
-    console: Console,
-    *,
-    until_decided: bool,
-    search: bool,
-) -> Results:
-    """Runs what is missing, then what claims still need: more seeds, and learning rates of the variant that lost."""
+def train(wanted: Sequence[Waiting], out: Path, jobs: int, console: Console) -> Results:
+    """Runs what is missing."""
     policies = policies_of({task_of(w.task).environment for w in wanted}, console)
-    results = run_missing(wanted, out, jobs, policies.__getitem__, console)
-    while until_decided and (more := undecided(results, asked)):
-        results = run_missing(more, out, jobs, policies.__getitem__, console)
-    while search and (more := searched(results, asked)):
-        results = run_missing(more, out, jobs, policies.__getitem__, console)
-    return results
+    return run_missing(wanted, out, jobs, policies.__getitem__, console)
 
 
 def stack(

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 
-from rl_plugins.cards.claims import PaperClaim
-from rl_plugins.lab.bench.claims import claims
+from rl_plugins.cards.claims import PaperClaim, measured, name_of, numbers, verdict_text
+from rl_plugins.lab.bench.claims import claims, outcome
 from rl_plugins.lab.bench.combine import brought, end
 from rl_plugins.lab.bench.differences import difference
 from rl_plugins.lab.bench.results import Results
 from rl_plugins.lab.bench.runs import Waiting
 from rl_plugins.lab.bench.tasks import COST_UNITS, TASKS
-from rl_plugins.lab.bench.verdicts import ClaimResult, decide, matrix
 from rl_plugins.lab.bench.verl_runs import agreement
 
 SECONDS = 25.0  # of a run on a core that has nothing else to do
@@ -56,46 +56,23 @@ def print_report(
     asked: Sequence[PaperClaim],
 ) -> None:
     """Differences from GRPO, and what became of the claims."""
-    tasks = list(dict.fromkeys(w.task for w in wanted))
-    table = Table(
-        "task",
-        "variant",
-        "variant / GRPO",
-        *(f"difference at equal {c.replace('_', ' ')}" for c in COST_UNITS),
-        "seeds",
-    )
-    places = matrix(results, variants)
-    for task in tasks:
+    equal = [f"difference at equal {c.replace('_', ' ')}" for c in COST_UNITS]
+    table = Table("task", "variant", "variant / GRPO", *equal, "seeds")
+    for task in dict.fromkeys(w.task for w in wanted):
         for variant in variants:
-            place = places.get((variant, task))
-            if place is None or place.found is None:
-                continue
             of = [difference(results, task, variant, "grpo", TASKS[task].metric, budget=c) for c in COST_UNITS]
-            table.add_row(
-                task,
-                variant,
-                f"{place.found.value:.3f} / {place.found.other:.3f}",
-                *(d.text if d else "" for d in of),
-                f"{place.found.seeds}, {place.mark}",
-            )
+            if first := of[0]:
+                told = [numbers(asdict(d)) if d else "" for d in of]
+                table.add_row(task, variant, f"{first.value:.3f} / {first.other:.3f}", *told, str(first.seeds))
     console.print(table)
     if asked:
-        told = Table("claim", "task", "difference", "seeds", "verdict", title="Claims")
-        for decided in decide(results, asked):
-            told.add_row(*_told(decided))
-        console.print(told)
-
-
-def _told(decided: ClaimResult) -> tuple[str, ...]:
-    c, found = decided.claim, decided.found
-    tuned = f", with {decided.tuned} {decided.again.found.text}" if decided.again else ""
-    return (
-        f"{c.label}: {c.says}",
-        c.task,
-        f"{found.text} {c.metric}{tuned}" if found else decided.error,
-        str(found.seeds) if found else "",
-        decided.verdict,
-    )
+        became = Table("claim", "task", "difference", "seeds", "verdict", title="Claims")
+        for claim in asked:
+            told_of = outcome(results, claim)
+            found = "; ".join(f"{numbers(d)} to {name_of(told_of, k)}" for k, d in measured(told_of).items())
+            seeds = str(told_of.get("seeds", ""))
+            became.add_row(f"{claim.label}: {claim.says}", claim.task, found, seeds, verdict_text(told_of))
+        console.print(became)
 
 
 def print_brought(console: Console, results: Results, tasks: Sequence[str], methods: Sequence[str]) -> None:

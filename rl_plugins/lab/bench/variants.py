@@ -79,6 +79,11 @@ class BenchVariant:
         return cls(label, methods, options, params)
 
     @property
+    def parts(self) -> list[str]:
+        """The methods that run, those of bundles, too."""
+        return list(registry.select(self.methods).classes)
+
+    @property
     def is_rloo(self) -> bool:
         return self.label.partition("@")[0] == "rloo"
 

@@ -22,7 +22,7 @@ from rl_plugins.lab.compare.runs import read_log, run_all
 from rl_plugins.lab.compare.verl import Verl
 from rl_plugins.lab.demo import verl_data
 
-PARTS = tuple(name for name in WATCHED if name != "solved")  # a score in verl sees one completion
+PARTS = tuple(name for name in WATCHED if not name.startswith("solved"))  # a score in verl sees one completion
 
 
 def possible(task: BenchTask) -> bool:
@@ -99,15 +99,14 @@ def run_verl(wanted: Sequence[Waiting], out: Path, policy: Path) -> Results:
     results = Results.read(out)
     for w in dict.fromkeys(wanted):
         if not results.has(w.task, w.variant, w.seed):
-            lines, seconds = _trained(w, out, policy)
-            run = BenchRun.of(w.task, w.variant, w.seed, lines, seconds, "")
+            run = BenchRun.of(w.task, w.variant, w.seed, _trained(w, out, policy))
             run.record["host"] = "verl"
             results.add(run)
             results.write(out)
     return results
 
 
-def _trained(w: Waiting, out: Path, policy: Path) -> tuple[list[dict[str, Any]], float]:
+def _trained(w: Waiting, out: Path, policy: Path) -> list[dict[str, Any]]:
     task, variant = task_of(w.task), BenchVariant.of(w.variant)
     if not possible(task) or variant.options:
         able = [name for name, found in TASKS.items() if possible(found)]
@@ -122,8 +121,8 @@ def _trained(w: Waiting, out: Path, policy: Path) -> tuple[list[dict[str, Any]],
     host = Verl.of(overrides(task, data, policy, folder))
     label = Variant(w.variant, variant.methods)
     plan = make_plan(host, [label], [w.seed], folder, {k: dict(v) for k, v in variant.params.items()})
-    seconds = run_all(plan, 1, "eval_rewards/right/mean", environment=verl_data.ENVIRONMENT)
-    return read_log(plan.runs[0]), seconds
+    run_all(plan, 1, "eval_rewards/right/mean", environment=verl_data.ENVIRONMENT)
+    return read_log(plan.runs[0])
 
 
 def agreement(trl: Results, verl: Results) -> Iterator[Mapping[str, Any]]:

@@ -175,6 +175,7 @@ def name_axes(axis: Axes, x: str, y: str) -> None:
     axis.set_xlabel(x)
     axis.set_ylabel(y, rotation=0, ha="left", va="bottom")
     axis.yaxis.set_label_coords(0.0, 1.03)
+    axis.set_title("\n".join(" " for _ in y.split("\n")), loc="right", pad=8)  # room, which labels above get none of
 
 
 def name_lines(figure: Figure) -> None:

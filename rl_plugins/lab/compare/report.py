@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from rl_plugins.cards.results import verdict_of
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.files import write_text
 from rl_plugins.lab.compare import agents
@@ -325,8 +324,7 @@ def _verdict(variant: dict[str, Any], base: dict[str, Any], metric: str) -> str:
         return "0, both have collapsed."
     if interval.n < SEEDS:
         return f"{interval}."  # said once, above
-    low, high = interval.mean - interval.half, interval.mean + interval.half
-    if verdict_of(low, high, "higher") == "no significant difference":
+    if abs(interval.mean) <= interval.half:
         return f"{interval}, no significant difference from chance with these seeds."
     return f"{interval}, more than chance over these seeds."
 

@@ -9,14 +9,18 @@ from collections.abc import Iterator, Sequence
 from rl_plugins.cards.catalog import FIDELITY, Card, answering, cards, plugins
 from rl_plugins.cards.pairs import Conflict, conflicts
 from rl_plugins.cards.problems import PROBLEMS, Problem
+from rl_plugins.cards.standing import WORDS
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Bundle
 from rl_plugins.lab.bench import page as bench
 from rl_plugins.lab.pages.methods import bullets, measured, slug
 
 _ORDER = """\
-In a group the methods made for the problem come first, then those for which it is a side effect. Within each, methods
-that we measured to be better come first and those that were worse last; then fidelity decides.
+What to use was measured: by the claims of papers on [the bench](bench.md), against GRPO, at equal tokens and against
+the host's own way; and by [the quality of gradients](quality.md) in exact worlds. **Use**: it helped, and nothing
+speaks against it. **Use if**: it did in some places and not in others, which are named. **Skip**: it did harm, or no
+more than the host's own way. **Unknown**: these runs cannot see it, or nothing was run. Policies are small and tasks
+generated: look at the condition, not at the size.
 """
 _SHORT = f"""\
 # Which method is for me
@@ -33,8 +37,7 @@ Begin with the problem of your run. `rl-plugins suggest` does the same from ques
 of a run; `rl-plugins info NAME` has a config to copy for each method.
 
 {_ORDER}
-"Better", "worse" and "no significant difference" compare the method with its baseline, at the 95 % interval, on the
-small policies and simulations of [the evidence](evidence.md) and [the bench](bench.md), and only in what is named.
+Figures behind "Measured" are those of [the evidence](evidence.md), small policies and simulations.
 """
 
 
@@ -44,10 +47,11 @@ def index() -> str:
     text = [_SHORT + "\n" + _contents()]
     for key, problem in PROBLEMS.items():
         cards_ = answering(key, found)
-        lines = [f"[`{c.name}`](methods.md#{c.name}) {c.does}." for c in cards_ if c.problems[0] == key]
-        also = ", ".join(f"[`{c.name}`](methods.md#{c.name})" for c in cards_ if c.problems[0] != key)
-        text += [f"## {problem.title}", problem.seen, *([bullets(lines)] if lines else [])]
-        text += [f"As a side effect: {also}."] if also else []
+        text += [f"## {problem.title}", problem.seen]
+        for word in WORDS:
+            of = [card for card in cards_ if card.standing.word == word]
+            named = [f"[`{c.name}`](methods.md#{c.name}) {c.does}. {c.standing.why}".rstrip() for c in of]
+            text += [f"**{word.capitalize()}**", bullets(named)] if of else []
     return "\n\n".join(text) + "\n"
 
 
@@ -79,6 +83,7 @@ def _card(card: Card) -> str:
         lines.append(f"Not when: {card.avoid_when}")
     if card.cost:
         lines.append(f"Cost: {card.cost}")
+    lines.append(f"{card.standing.word.capitalize()}. {card.standing.why}".rstrip())
     lines.append(f"Measured: {measured(card.measured)}")
     lines.append(f"Fidelity: {card.fidelity}. Hosts: {', '.join(card.hosts)}.")
     return f"- {lines[0]}\n" + "\n".join(f"  - {line}" for line in lines[1:])

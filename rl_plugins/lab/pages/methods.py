@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from typing import get_args
 
 import rl_plugins
 from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.catalog import FIDELITY, Card, card_of, entries, example_of, needs_of, plugins, preset_text
 from rl_plugins.cards.info import meaning, options_text, params_of_paper
 from rl_plugins.cards.problems import PROBLEMS
-from rl_plugins.cards.results import Result, Verdict
+from rl_plugins.cards.results import Result
 from rl_plugins.core.method import Bundle, Method
 from rl_plugins.core.params import MethodParams, describe_params
 from rl_plugins.runtime import registry
@@ -27,8 +25,8 @@ _HEAD = """\
 Written by `make docs`; do not edit. [Which method is for me](choose.md) begins with your problem. `rl-plugins info
 NAME` shows everything about one method, with a config to copy, and `make site` makes a page of each.
 
-"Measured" counts our measurements by verdict, each against a baseline at the 95 % interval ("no interval" where the
-figures have none). Fidelity says what a method was checked against:
+"Use" is what our measurements say, with reasons in [choose.md](choose.md). Fidelity says what a method was checked
+against:
 
 """
 LONGEST_DEFAULT = 60  # characters of a default in a table; `info` shows the whole
@@ -47,10 +45,9 @@ def index(on_site: bool = False) -> str:
         home = f"[{card.name}](#{card.name})" if on_site else f'<a id="{card.name}"></a>[{card.name}]({_code_of(card)})'
         problems = ", ".join(PROBLEMS[key].title for key in card.problems)
         paper = f"[{entry.arxiv}](https://arxiv.org/abs/{entry.arxiv})"
-        hosts, found = ", ".join(card.hosts), verdicts(card.measured)
-        rows.append([home, card.does, problems, paper, card.fidelity, hosts, found])
+        rows.append([home, card.does, problems, paper, card.fidelity, ", ".join(card.hosts), card.standing.word])
     text = _HEAD + bullets(f"**{name}**: {what}." for name, what in FIDELITY.items() if name != "own")
-    return f"{text}\n\n{table(['name', 'does', 'problem', 'paper', 'fidelity', 'hosts', 'measured'], rows)}\n"
+    return f"{text}\n\n{table(['name', 'does', 'problem', 'paper', 'fidelity', 'hosts', 'use'], rows)}\n"
 
 
 def _code_of(card: Card) -> str:
@@ -59,12 +56,6 @@ def _code_of(card: Card) -> str:
     found = find_spec(module)
     assert found is not None and found.origin is not None
     return f"../{Path(found.origin).relative_to(Path(rl_plugins.__file__).parents[1]).as_posix()}"
-
-
-def verdicts(results: Iterable[Result]) -> str:
-    """How often each verdict was reached: "2 better, 1 worse"."""
-    counts = Counter(result.verdict for result in results)
-    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict) if counts[verdict])
 
 
 def section(found: type[Method] | Bundle, whole: bool = True) -> str:
@@ -95,6 +86,7 @@ def section(found: type[Method] | Bundle, whole: bool = True) -> str:
     if answered:
         parts.append(f"**Problems it answers:** {', '.join(answered)}.")
     if whole:
+        parts.append(f"**Whether to use it:** {card.standing.word}. {card.standing.why}".rstrip())
         parts.append(f"**What we measured:** {measured(card.measured)}")
     if card.file.goes_with:
         parts.append("**Goes with:**\n\n" + bullets(f"[{n}](#{n}): {why}" for n, why in card.file.goes_with.items()))
@@ -152,9 +144,7 @@ def with_formulas(text: str) -> str:
 
 def measured(results: Iterable[Result]) -> str:
     """Results as one line, each with a link to the evidence."""
-    texts = [
-        f"{m.verdict}: {m.claim}, {m.numbers} ([{m.page.removesuffix('.md')}]({m.page}#{m.where}))" for m in results
-    ]
+    texts = [f"{m.line} ([{m.page.removesuffix('.md')}]({m.page}#{m.where}))" for m in results]
     return "; ".join(texts) + "." if texts else "nobody measured it yet."
 
 

@@ -1,0 +1,105 @@
+"""Whether to use a method: from the verdicts on its claims, and from the quality of its gradients.
+
+use        a claim helped, and nothing speaks against it
+use if     it helped, or a step made more progress than GRPO's, in some places and not in all
+skip       nothing speaks for it, and it did harm or no more than the host's own way, or its steps make less progress in
+           every world where it acts, two or more
+unknown    everything else: runs and worlds could not see it, or there are none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from rl_plugins.cards import quality
+from rl_plugins.cards.claims import decide, lacks_control, name_of, outcomes_of
+
+Word = Literal["use", "use if", "skip", "unknown"]
+WORDS: tuple[Word, ...] = ("use", "use if", "skip", "unknown")
+ENOUGH_WORLDS = 2
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Whether to use a method.
+
+    Attributes:
+        why: what speaks for and against it, as sentences; empty if nothing does.
+    """
+
+    word: Word
+    why: str
+
+
+@cache
+def standing_of(name: str) -> Standing:
+    """What is known of a method or bundle."""
+    helped, against = [], []
+    for told in outcomes_of(name):
+        verdict, by = decide(told)
+        where = f"{told.get('metric')} in {told.get('task')}"
+        if verdict == "helps":
+            helped.append(where)
+        elif verdict == "harmful":
+            against.append(f"{where}, behind {name_of(told, by)}")
+        elif by and not lacks_control(told):
+            against.append(f"{where}, not seen to be ahead of {name_of(told, by)}")
+    more, less, same, acts = [], [], [], 0
+    for world, signs, host in worlds_of(name):
+        acts += 1
+        more += [f"{world} ({', '.join(signs['more'])})"] if signs["more"] else []
+        less += [f"{world} ({', '.join(signs['less'])})"] if signs["less"] else []
+        same += [f"{world} (`{host}`)"] if host else []
+    bad = against or less
+    word: Word = "use" if helped and not bad else "use if" if helped or more else "unknown"
+    if word == "unknown" and (against or len(less) == acts >= ENOUGH_WORLDS):
+        word = "skip"
+    parts = {
+        "Helped: ": helped,
+        "Against it: ": against,
+        "A step makes more progress than GRPO's in the worlds ": more,
+        "A step makes less progress in the worlds ": less,
+        "A step makes no more progress than that of the host's own way in the worlds ": same,
+    }
+    return Standing(word, " ".join(f"{head}{'; '.join(of)}." for head, of in parts.items() if of))
+
+
+def worlds_of(method: str) -> Iterator[tuple[str, dict[str, list[str]], str]]:
+    """Of every world where a method acts: for which targets its steps make "more" or "less" progress than GRPO's, in
+    which batches; and the variant of the host that makes more progress, too, if one does. More then does not count."""
+    places = quality.places(quality.measured())
+    said: dict[str, dict[str, list[tuple[str, str]]]] = {}  # world -> target -> (variant, what is said of it)
+    acts: dict[str, set[str]] = {}
+    for (world, variant), sizes in places.items():
+        made = {n: p for n, p in sizes.items() if "refused" not in p}
+        if not made or variant == quality.BASELINE:
+            continue
+        if method in (by := next(iter(made.values()))["methods"]):
+            acts.setdefault(world, set()).add(variant)
+        elif by:
+            continue
+        for target in quality.targets_of(world)[:2]:
+            text = quality.ahead(made, places[world, quality.BASELINE], target)
+            said.setdefault(world, {}).setdefault(target, []).append((variant, text))
+    for world, own in acts.items():
+        signs: dict[str, list[str]] = {"more": [], "less": []}
+        host = ""
+        for target, texts in said[world].items():
+            hosts = [variant for variant, text in texts if variant not in own and text.startswith("more")]
+            for sign, found in signs.items():
+                mine = {text for variant, text in texts if variant in own and f"{sign} progress" in text}
+                if mine and sign == "more" and hosts:
+                    host = hosts[0]
+                elif mine:
+                    sizes_said = sorted({_batches(text, sign) for text in mine})
+                    found.append(f"{target}{''.join(sizes_said)}")
+        yield world, signs, host
+
+
+def _batches(text: str, sign: str) -> str:
+    """In which batches: "" for all."""
+    part = text.split(f"{sign} progress")[1].split(", more")[0].split(", less")[0]
+    return "" if "any size" in part else part
