@@ -9,15 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rl_plugins import GIVEN, ConfigError, Method, Rollouts, Run, from_params, param, signals
+from rl_plugins import GIVEN, ConfigError, Idle, Method, Rollouts, Run, from_params, param, signals
 from rl_plugins.core.errors import shown
 from rl_plugins.kit.judges import JudgeParams, make_judge
 from rl_plugins.kit.services import Endpoint, Failure, Service, number, prompt_text
 
-TEMPLATE = (
-    "Judge whether the response meets the criterion: 1 if it does, 0 if not, between them if it does so in part.\n\n"
-    "[Prompt] {prompt}\n[Response] {completion}\n[Criterion] {criterion}"
-)
+TEMPLATE = """Judge whether the response meets the criterion: 1 if it does, 0 if not, between them if in part.\n
+[Prompt] {prompt}\n[Response] {completion}\n[Criterion] {criterion}"""
 
 
 class Rubric(Method):
@@ -50,6 +48,7 @@ class Rubric(Method):
     does = "Replaces the reward by a judge's answers to weighted criteria"
     problems = ("no_verifier",)
     needs = from_params(lambda p: signals("text", columns=[p.prompt_column, p.criteria_column]))
+    idle = (Idle({"judge_failed": 1}, "the judge answers nothing that can be read. Ask it about one rollout by hand."),)
 
     @dataclass(frozen=True)
     class Params(JudgeParams):

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from cases import Case, Effects
 
-CASE = Case(effects=Effects(settings=({}, {"buffer": 8})))
+CASE = Case(effects=Effects(settings=({}, {"buffer": 12})))
