@@ -6,9 +6,7 @@ tasks.py      the tasks: what each trains on, its budget, and the setting in whi
 variants.py   baselines, and the methods with their parameters
 runs.py       trains what is missing, several processes at a time
 results.py    the raw results, a Parquet file that anyone can rerun and compare
-claims.py     the claims of the cards
-differences.py, verdicts.py   differences and intervals, and what becomes of a claim
-search.py     the learning rate of the variant that lost
+differences.py, claims.py     differences and intervals, and those of the claims of the cards and their controls
 combine.py    Shapley values of methods together, and the search for the best stack
 session.py    `rl-plugins bench`; choice.py: which runs a question needs; tables.py: what is printed
 verl_runs.py  a sample of the tasks in verl

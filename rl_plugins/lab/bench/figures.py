@@ -99,9 +99,8 @@ def _draw_claims(told: Mapping[str, Any]) -> Any:
         half = [abs((d["high"] - d["low"]) / unit) / 2 for (_, d, _), unit in zip(of, units, strict=True)]
         y = [place for place, _, _ in of]
         axis.errorbar(at, y, xerr=half, fmt=marker, markersize=3.5, linewidth=1, color=color(i), label=label)
-    axis.set_yticks(
-        range(len(claims)), [f"{shown_variant(c.get('variant') or c['method'])}, {c['task']}: {c['metric']}" for c in claims], size=6.5
-    )
+    names = [f"{shown_variant(c.get('variant') or c['method'])}, {c['task']}: {c['metric']}" for c in claims]
+    axis.set_yticks(range(len(claims)), names, size=6.5)
     axis.set_ylim(-1, len(claims))
     axis.set_xlabel("difference / smallest that matters; right of zero the method is better")
     figure.legend(loc="outside upper center", ncols=3)

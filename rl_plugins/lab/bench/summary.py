@@ -41,9 +41,7 @@ def write(package: Path, results: Results, in_verl: Results | None = None) -> di
     """
     told = summary(results, in_verl)
     rest = {k: v for k, v in told.items() if k != "claims"}
-    for file, values in (
-        (Path("lab", "bench", "published.json"), rest),
-        (Path("cards", "claims.json"), told["claims"]),
-    ):
-        write_text(package / file, json.dumps(values, ensure_ascii=False, indent=1) + "\n")
+    rows = ",\n".join(json.dumps(claim, ensure_ascii=False) for claim in told["claims"])
+    write_text(package / "lab" / "bench" / "published.json", json.dumps(rest, indent=1) + "\n")
+    write_text(package / "cards" / "claims.json", f"[\n{rows}\n]\n")
     return told
