@@ -19,6 +19,7 @@ from rl_plugins.diffusion.config import DiffusionConfig
 from rl_plugins.diffusion.objective import Objective
 from rl_plugins.diffusion.rewards import FlatRollout, PolicyEngine
 from rl_plugins.diffusion.rows import LocalRow, Outline, outlines, rollouts_of
+from rl_plugins.kit.row_sets import shuffled
 from rl_plugins.runtime.decide import Decision, check_full, decide
 from rl_plugins.runtime.idle import look_for_idle
 from rl_plugins.runtime.metrics import combine
@@ -97,8 +98,9 @@ class BatchMaker:
         size, wanted = len(self.dataset), self.config.prompts_per_batch
         first, out = batch * wanted, list[int]()
         for epoch in range(first // size, (first + wanted - 1) // size + 1):
-            order = np.random.default_rng([self.config.seed, 1, epoch]).permutation(size)
-            out += order[max(first - epoch * size, 0) : first + wanted - epoch * size].tolist()
+            order = shuffled([self.config.seed, 1, epoch], size)
+            places = range(max(first - epoch * size, 0), min(first + wanted - epoch * size, size))
+            out += [int(order[place]) for place in places]
         return out
 
     def columns(self, row: PlanRow) -> dict[str, Any]:

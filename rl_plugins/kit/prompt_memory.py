@@ -159,6 +159,11 @@ class Counts:
             state[name].mul_(scales[i])
             state["scales"] = [*scales[:i], 1.0, *scales[i + 1 :]]
 
+    def visited(self, state: Mapping[str, Any], name: str) -> Tensor:
+        """(n,) int64 dataset rows, ascending, to which a visit has added something under this name."""
+        rows = state[name].nonzero()[:, 0]
+        return rows if f"rows_{name}" not in state else torch.unique(torch.cat([rows, state[f"rows_{name}"]]))
+
     def most(self, state: dict[str, Any]) -> float:
         """No prompt has a sum of counts above this. Looked up once, then kept up to date by the visits."""
         if "most" not in state:

@@ -15,10 +15,12 @@ from rl_plugins import ConfigError, Idle, Method, from_params, param, signals
 from rl_plugins.core.rollouts import PromptPool, Rollouts, Run, Tokens
 from rl_plugins.kit.priors import Column
 from rl_plugins.kit.prompt_memory import Counts, Outcomes, SuccessParams
+from rl_plugins.kit.row_sets import RowSet, shuffled
 
 COUNTS = Counts(("right", "trials"))
 OWN, OTHERS = "own", "others"
 WITHOUT_COLUMN = {"column": ""}
+UNSEEN = 0.5  # estimate of a prompt without rollouts
 Ids = NDArray[np.int64]
 
 
@@ -56,6 +58,7 @@ class DifficultySlices(Method):
 
     name = "difficulty_slices"
     fidelity = "reconstruction"
+    state_version = 2  # the slice as ranges
     does = "Trains one of several heads, half on its own slice of difficulty and half on the rest"
     problems = ("exploration", "few_prompts")
     needs = from_params(lambda p: signals("prompt_index", columns=[p.column]))
@@ -90,18 +93,18 @@ class DifficultySlices(Method):
     def start(self, run: Run) -> None:
         assert run.dataset_size is not None  # `needs` has the prompt_index, which a stream lacks
         self.check(run)
-        size = run.dataset_size
-        self._orders: dict[str, tuple[int, Ids]] = {}
+        size = self._size = run.dataset_size
+        self._orders: dict[str, tuple[int, Any]] = {}
         self._cut: Tensor | None = None  # the slice that these are the members of
-        self._members: dict[str, Ids] = {}
-        self._slice = torch.ones(size, dtype=torch.bool)
+        self._members: dict[str, RowSet] = {}
+        self._slice = RowSet.range(0, size).edges
         self._spread = 0.0 if self.params.heads == 1 else None  # None: not known, no slices were cut in this process
         self.state = {"owed": 0.0, OWN: _begin(), OTHERS: _begin()}
         successes = self._successes(run)
         if successes is None:
             self.state |= {**COUNTS.start(size), "slice": self._slice, "sorted": 0}
         else:
-            self._slice = self._split(successes)
+            self._slice = self._split(torch.arange(size), successes)
 
     def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
         state, p = self.state, self.params
@@ -149,27 +152,28 @@ class DifficultySlices(Method):
             )
         return found
 
-    def _split(self, successes: Tensor) -> Tensor:
-        """(prompts,) bool: those of the slice."""
-        p, found = self.params, slices(successes, self.params.heads)
-        easiest, hardest = (float(successes[found == k].mean()) for k in (p.heads - 1, 0))
-        self._spread = easiest - hardest
-        return found == p.head
+    def _split(self, rows: Tensor, successes: Tensor) -> Tensor:
+        """The edges of the slice, from the successes of these rows; the others are unseen."""
+        n = self.params.heads
+        own, hardest, easiest = slices(rows, successes, self._size, n, (self.params.head, 0, n - 1))
+        self._spread = easiest[1] - hardest[1]
+        return own[0].edges
 
     def _free(self, taken: Ids, batch: int) -> tuple[int, int]:
         """Prompts of the slice and of the others that are not among those taken; without a column sorts first."""
         state, p = self.state, self.params
         if "trials" in state and p.heads > 1 and batch // p.refresh > state["sorted"]:
-            right, trials = COUNTS.of(state, slice(None))
-            state["slice"] = self._split((right + 1) / (trials + 2))
+            seen = COUNTS.visited(state, "trials")
+            right, trials = COUNTS.of(state, seen)
+            state["slice"] = self._split(seen, (right + 1) / (trials + 2))
             state |= {"sorted": batch // p.refresh, "owed": 0.0, OWN: _begin(), OTHERS: _begin()}
-        mask = state.get("slice", self._slice)
-        if mask is not self._cut:  # at the start, after a sorting, and after a resume
-            self._cut, self._orders = mask, {}
-            self._members = {OWN: np.flatnonzero(mask), OTHERS: np.flatnonzero(~mask)}
+        edges = state.get("slice", self._slice)
+        if edges is not self._cut:  # at the start, after a sorting, and after a resume
+            self._cut, self._orders = edges, {}
+            self._members = {OWN: RowSet(edges), OTHERS: RowSet(edges).others(self._size)}
         if self._spread is not None and not len(taken):
             self.log("spread", self._spread)
-        own = int(mask.numpy()[taken].sum())
+        own = int(self._members[OWN].contains(torch.from_numpy(taken)).sum())
         return len(self._members[OWN]) - own, len(self._members[OTHERS]) - (len(taken) - own)
 
     def _next(self, side: str, k: int, without: Ids) -> Ids:
@@ -185,28 +189,41 @@ class DifficultySlices(Method):
                 break
             if at["seed"] < 0 or at["place"] == len(self._members[side]):
                 at["seed"], at["place"] = int(self.rng(f"{side} after {at['seed']}").integers(2**31)), 0
-            waiting = self._order(side)[at["place"] : at["place"] + k - len(chosen)]
-            at["place"] += len(waiting)
+            places = range(at["place"], min(at["place"] + k - len(chosen), len(self._members[side])))
+            order = self._order(side)
+            waiting = self._members[side].at(np.array([order[i] for i in places], dtype=np.int64))
+            at["place"] += len(places)
         at["late"] = list(dict.fromkeys(late))
         return chosen
 
-    def _order(self, side: str) -> Ids:
-        """The members of a side in the order of the present pass."""
+    def _order(self, side: str) -> Any:
+        """The order of a side's members in the present pass, as their ranks."""
         seed = self.state[side]["seed"]
         if self._orders.get(side, (-1,))[0] != seed:
-            self._orders[side] = seed, np.random.default_rng(seed).permutation(self._members[side])
+            self._orders[side] = seed, shuffled(seed, len(self._members[side]))
         return self._orders[side][1]
 
 
-def slices(successes: Tensor, count: int) -> Tensor:
-    """(prompts,) int64 slice of each prompt, 0 for the fewest successes; equal ones by dataset row.
+def slices(rows: Tensor, successes: Tensor, size: int, heads: int, wanted: Sequence[int]) -> list[tuple[RowSet, float]]:
+    """Slices of a dataset, sorted by successes, equal ones by dataset row, and the mean successes of each.
 
     Args:
-        successes: (prompts,) numbers.
-        count: slices, whose sizes differ by at most 1.
+        rows: (n,) int64 dataset rows, ascending.
+        successes: (n,) float64 of these rows; 1/2 of all others.
+        size: rows of the dataset.
+        heads: slices, whose sizes differ by at most 1.
+        wanted: numbers of slices, 0 for the fewest successes.
     """
-    found = torch.empty(len(successes), dtype=torch.int64)
-    found[torch.sort(successes, stable=True).indices] = torch.arange(len(successes)) * count // max(1, len(successes))
+    order = torch.sort(successes, stable=True).indices
+    few, many = order[: int((successes < UNSEEN).sum())], order[int((successes <= UNSEEN).sum()) :]
+    middle = RowSet.range(0, size).toggled(rows[torch.cat([few, many])])
+    before, found = len(few) + len(middle), []
+    for number in wanted:
+        start, stop = -(-number * size // heads), -(-(number + 1) * size // heads)
+        chosen = torch.cat([few[start:stop], many[max(0, start - before) : max(0, stop - before)]])
+        equal = middle.ranked(start - len(few), stop - len(few))
+        mean = (float(successes[chosen].sum()) + UNSEEN * len(equal)) / (stop - start)
+        found.append((equal.toggled(rows[chosen]), mean))
     return found
 
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, count, pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, from_params, param
 from rl_plugins.core.rollouts import Plan, PlanRow, PromptPool, Rollouts, Run, Tokens
 from rl_plugins.kit.prompt_memory import Counts, Outcomes, SuccessParams
+from rl_plugins.kit.row_sets import RowSet, shuffled
 
 COUNTS = Counts(("right", "trials", "gains"))
-Ids = NDArray[np.int64]
 
 
 class Drive(Method):
@@ -59,6 +58,7 @@ class Drive(Method):
 
     name = "drive"
     fidelity = "paper"
+    state_version = 2  # the set as ranges
     does = "Trains all prompts first, then smaller sets of the hardest ones with more rollouts each"
     problems = ("few_prompts", "exploration")
     needs = frozenset({"prompt_index"})
@@ -95,7 +95,8 @@ class Drive(Method):
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
-        self._orders: dict[tuple[int, int], Ids] = {}
+        self._orders: dict[tuple[int, int], Any] = {}
+        self._known: RowSet | None = None
 
     def check(self, run: Run) -> None:
         p = self.params
@@ -120,15 +121,15 @@ class Drive(Method):
                 f"the last phase begins with batch {begin}, and the run has {run.total_batches}: it is not reached. "
                 f"Lower `batches`."
             )
-        self.state = {**COUNTS.start(run.dataset_size), "phase": -1, "set": torch.zeros(0, dtype=torch.int64)}
-        self.state |= {"whole": True, "place": 0, "ahead": []}
+        self.state = {**COUNTS.start(run.dataset_size), "phase": -1, "place": 0, "ahead": []}
+        self.state["set"] = RowSet.range(0, self._size).edges
 
     def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
         """The next prompts of the set, and others only where it has no more; `plan` drops those again."""
         self._enter(pool.batch)
         taken = set(pool.taken)
         own = bool(self.params.rollouts)  # with other numbers than the host's, not every prompt it proposes is trained
-        if self.state["whole"] and not own and len(pool.proposal) == n and not taken:
+        if self._whole and not own and len(pool.proposal) == n and not taken:
             return pool.proposal
         free = self._available(taken)
         chosen = self._next(min(n, free), taken)
@@ -166,10 +167,10 @@ class Drive(Method):
 
         self.log("phase", max(0, self.state["phase"]))
         self.log("stage", self._stage(max(0, self.state["phase"])))
-        self.log("set", self._size if self.state["whole"] else len(self._members()))
+        self.log("set", len(self._set))
         self.log("success", seen.right.sum() / seen.trials.sum())
         self.log("unscored", 1 - seen.trials.sum() / own.sum().clamp(min=1))
-        inside = self._inside(seen.prompts)
+        inside = self._set.contains(seen.prompts)
         self.log("outside", (~inside).double().mean() if len(inside) else 0.0)
 
     # ---- phases
@@ -204,13 +205,21 @@ class Drive(Method):
             j = self.state["phase"] = self.state["phase"] + 1
             if sizes[j] == self._size:
                 continue
-            members = torch.arange(self._size) if self.state["whole"] else self.state["set"]
-            right, trials, gains = COUNTS.of(self.state, members)
-            kept = hardest(members, right, trials, gains, sizes[j], self.params.keep_unsolved)
-            self.state |= {"set": kept, "whole": False, "place": 0, "ahead": []}
-            right, trials, _ = COUNTS.of(self.state, kept)
-            self.log("kept_rate", (right / trials).nanmean())
-            self.log("unseen", (trials == 0).double().mean())
+            self._keep(sizes[j])
+
+    def _keep(self, size: int) -> None:
+        """Makes the set smaller. Prompts without an estimate are the hardest, so only the others are compared."""
+        seen = COUNTS.visited(self.state, "trials")
+        seen = seen[self._set.contains(seen)]
+        unseen = self._set.toggled(seen)
+        right, trials, gains = COUNTS.of(self.state, seen)
+        rate = right / trials
+        if not self.params.keep_unsolved and (len(unseen) or bool((right > 0).any())):  # else none would remain
+            seen, rate, gains = (x[right > 0] for x in (seen, rate, gains))
+        kept = hardest(rate, gains, max(0, size - len(unseen)))
+        self.state |= {"set": unseen.ranked(0, size).toggled(seen[kept]).edges, "place": 0, "ahead": []}
+        self.log("kept_rate", rate[kept].mean())
+        self.log("unseen", (len(self._set) - int(kept.sum())) / len(self._set))
 
     def _check_room(self, plan: Plan) -> None:
         """Refuses, in the first batch already, phases whose groups do not fit into a batch."""
@@ -223,37 +232,30 @@ class Drive(Method):
 
     # ---- prompts of the set
 
-    def _members(self) -> Tensor:
-        members: Tensor = self.state["set"]
-        return members
+    @property
+    def _set(self) -> RowSet:
+        edges = self.state["set"]
+        if self._known is None or self._known.edges is not edges:  # at the start, in a new phase, after a resume
+            self._known = RowSet(edges)
+        return self._known
 
-    def _inside(self, prompts: Tensor) -> Tensor:
-        """(n,) int64 -> (n,) bool, those of the set."""
-        if self.state["whole"]:
-            return (prompts >= 0) & (prompts < self._size)
-        members = self._members()  # ascending
-        return members[torch.searchsorted(members, prompts.contiguous()).clamp(max=len(members) - 1)] == prompts
+    @property
+    def _whole(self) -> bool:
+        return len(self._set) == self._size
 
     def _available(self, without: Iterable[int]) -> int:
         """Prompts of the set that are not among those."""
-        own = int(self._inside(torch.tensor(sorted(without), dtype=torch.int64)).sum())
-        return (self._size if self.state["whole"] else len(self._members())) - own
+        return len(self._set) - int(self._set.contains(torch.tensor(sorted(without), dtype=torch.int64)).sum())
 
     def _at(self, place: int) -> int:
         """The prompt at a place of the endless order: one permutation of the set after the other."""
-        number = self._size if self.state["whole"] else len(self._members())
-        epoch, at = divmod(place, number)
+        epoch, at = divmod(place, len(self._set))
         key = self.state["phase"], epoch
         if key not in self._orders:
             if len(self._orders) > 1:
                 self._orders.clear()
-            self._orders[key] = self._permutation(epoch, number)
-        i = int(self._orders[key][at])
-        return i if self.state["whole"] else int(self._members()[i])
-
-    def _permutation(self, epoch: int, number: int) -> Ids:
-        seed = [self._seed(), max(0, self.state["phase"]), epoch]
-        return np.random.default_rng(seed).permutation(number)
+            self._orders[key] = shuffled([self._seed(), max(0, self.state["phase"]), epoch], len(self._set))
+        return int(self._set.at(self._orders[key][at]))
 
     def _seed(self) -> int:
         if "seed" not in self.state:
@@ -294,7 +296,7 @@ class Drive(Method):
     def _of_set(self, plan: Plan, room: int, numbers: Iterator[int]) -> list[PlanRow]:
         """Rows of the plan whose prompts are in the set, and of further ones that fit; none if the plan has none."""
         fresh = [row for row in plan.rows if _is_fresh(row)]
-        inside = self._inside(torch.tensor([row.prompt_index for row in fresh], dtype=torch.int64))
+        inside = self._set.contains(torch.tensor([row.prompt_index for row in fresh], dtype=torch.int64))
         fresh = [row for row, is_in in zip(fresh, inside.tolist(), strict=True) if is_in]
         if not fresh:
             return []  # a call that fills the batch, and the set has no more
@@ -330,23 +332,15 @@ def _fitting(rows: Iterable[PlanRow], room: int) -> list[PlanRow]:
     return found
 
 
-def hardest(
-    members: Tensor, right: Tensor, trials: Tensor, gains: Tensor, size: int, keep_unsolved: bool = True
-) -> Tensor:
-    """The prompts with the lowest success rate, ascending by dataset row.
+def hardest(rate: Tensor, gains: Tensor, size: int) -> Tensor:
+    """(n,) bool, `size` prompts with the lowest success rate, of equal ones with the fewest gains, of equal ones the
+    first; all if there are fewer.
 
     Args:
-        members: (n,) int64 dataset rows, ascending.
-        right, trials, gains: (n,) float64 right rollouts, rollouts and recent improvements of each.
-        size: how many, at most n.
-        keep_unsolved: False: prompts that were tried and never right are left out, unless none would be left.
+        rate, gains: (n,) float64 success rate and recent improvements of each.
     """
-    rate = torch.where(trials > 0, right / trials.clamp(min=1e-300), -1.0)  # without an estimate: the hardest
-    candidates = torch.ones(len(members), dtype=torch.bool)
-    if not keep_unsolved and bool(((trials == 0) | (right > 0)).any()):
-        candidates = (trials == 0) | (right > 0)
-    kept = torch.zeros(len(members), dtype=torch.bool)
-    for key in (rate, gains):  # by selection: a sort of 10^7 prompts takes seconds
+    kept, candidates = torch.zeros(len(rate), dtype=torch.bool), torch.ones(len(rate), dtype=torch.bool)
+    for key in (rate, gains):  # by selection, which takes less than a sort
         values = key[candidates].numpy()
         if len(values) <= size:
             break
@@ -355,4 +349,4 @@ def hardest(
         size -= int(below.sum())
         candidates &= key == edge
     kept[candidates.nonzero()[:size, 0]] = True
-    return members[kept]
+    return kept

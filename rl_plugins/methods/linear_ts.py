@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from rl_plugins import ConfigError, Groups, Method, MethodParams, PromptPool, Ro
 from rl_plugins.core.errors import did_you_mean, shown
 from rl_plugins.kit.columns import categories
 from rl_plugins.kit.priors import dataset_of
+from rl_plugins.kit.row_sets import shuffled
 
 Array = NDArray[np.float64]
 
@@ -129,7 +130,7 @@ class LinearTS(Method):
         self._arm = torch.from_numpy(arm)
         order = np.argsort(arm, kind="stable")
         self._prompts = np.split(order, np.cumsum(np.bincount(arm, minlength=count))[:-1])
-        self._orders: dict[int, tuple[int, NDArray[np.int64]]] = {}
+        self._orders: dict[int, tuple[int, Any]] = {}
         self._batches, self._longest = max(1, run.total_batches), run.max_completion_length
         zero = torch.zeros(count, dtype=torch.float64)
         self.state = {
@@ -223,8 +224,8 @@ class LinearTS(Method):
                 seed, at = int(self.rng(f"order {arm} {seed}").integers(2**31)), 0
                 self.state["seed"][arm] = seed
             if self._orders.get(arm, (-1,))[0] != seed:
-                self._orders[arm] = seed, np.random.default_rng(seed).permutation(prompts)
-            prompt = int(self._orders[arm][1][at])
+                self._orders[arm] = seed, shuffled(seed, len(prompts))
+            prompt = int(prompts[self._orders[arm][1][at]])
             place[arm] = at + 1
             if prompt not in without:
                 without.add(prompt)

@@ -18,7 +18,7 @@ from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Completion, Plan, PlanRow, PromptPool
-from rl_plugins.methods.drive import Drive, hardest
+from rl_plugins.methods.drive import Drive
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack, build_stack
@@ -47,6 +47,12 @@ def batch(stack: MethodStack, method: Any, rate: Any, rows: int = 16, size: int 
     rewards = [float(rng.random() < rate[i]) for i in prompt]
     one_step(stack, make_rollouts(rewards, group, prompt_index=prompt, batch=number))
     return list(plan.rows)
+
+
+def members_of(method: Drive) -> list[int]:
+    """The set of the phase, ascending."""
+    found: list[int] = method._set.at(np.arange(len(method._set))).tolist()
+    return found
 
 
 # ---- the paper's figures
@@ -98,6 +104,17 @@ def hardest_by_hand(
     return sorted(kept)
 
 
+def kept(members: list[int], right: Any, trials: Any, gains: Any, size: int, keep: bool) -> list[int]:
+    """The set of that size, made of these prompts of a dataset of 100."""
+    _, method = drive(100, keep_unsolved=keep)
+    for name, values in (("right", right), ("trials", trials), ("gains", gains)):
+        method.state[name][members] = torch.tensor(values, dtype=torch.float64)
+    others = sorted(set(range(100)) - set(members))
+    method.state["set"] = method._set.toggled(torch.tensor(others, dtype=torch.int64)).edges
+    method._keep(size)
+    return members_of(method)
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_kept_are_the_hardest(data: st.DataObject) -> None:
@@ -105,22 +122,20 @@ def test_the_kept_are_the_hardest(data: st.DataObject) -> None:
     members = sorted(data.draw(st.lists(st.integers(0, 99), min_size=n, max_size=n, unique=True)))
     trials = data.draw(st.lists(st.sampled_from([0.0, 1.0, 4.0]), min_size=n, max_size=n))
     right = [t * data.draw(st.sampled_from([0.0, 0.25, 0.5, 1.0])) for t in trials]
-    gains = data.draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=n, max_size=n))
+    gains = [min(t, data.draw(st.sampled_from([0.0, 0.5, 1.0]))) for t in trials]
     size, keep = data.draw(st.integers(1, n)), data.draw(st.booleans())
-    tensors = [torch.tensor(x, dtype=torch.float64) for x in (right, trials, gains)]
-    found = hardest(torch.tensor(members), *tensors, size, keep).tolist()
+    found = kept(members, right, trials, gains, size, keep)
     assert found == hardest_by_hand(members, right, trials, gains, size, keep)
     assert set(found) <= set(members) and (len(found) == size or not keep)
 
 
 def test_ties_and_unsolved() -> None:
-    members = torch.tensor([2, 4, 6, 8])
-    t = lambda *x: torch.tensor(x, dtype=torch.float64)
-    assert hardest(members, t(1, 1, 1, 1), t(2, 2, 2, 2), t(1, 0, 0.5, 0), 2).tolist() == [4, 8]
-    assert hardest(members, t(0, 0, 1, 2), t(4, 4, 4, 4), t(0, 0, 0, 0), 2).tolist() == [2, 4]
-    assert hardest(members, t(0, 0, 1, 2), t(4, 4, 4, 4), t(0, 0, 0, 0), 3, False).tolist() == [6, 8]
-    assert hardest(members, t(0, 0, 1, 2), t(4, 0, 4, 4), t(0, 0, 0, 0), 2, False).tolist() == [4, 6]
-    assert hardest(members, t(0, 0, 0, 0), t(4, 4, 4, 4), t(0, 0, 0, 0), 2, False).tolist() == [2, 4]
+    members = [2, 4, 6, 8]
+    assert kept(members, [1, 1, 1, 1], [2, 2, 2, 2], [1, 0, 0.5, 0], 2, True) == [4, 8]
+    assert kept(members, [0, 0, 1, 2], [4, 4, 4, 4], [0, 0, 0, 0], 2, True) == [2, 4]
+    assert kept(members, [0, 0, 1, 2], [4, 4, 4, 4], [0, 0, 0, 0], 3, False) == [6, 8]
+    assert kept(members, [0, 0, 1, 2], [4, 0, 4, 4], [0, 0, 0, 0], 2, False) == [4, 6]
+    assert kept(members, [0, 0, 0, 0], [4, 4, 4, 4], [0, 0, 0, 0], 2, False) == [2, 4]
 
 
 def test_estimates_are_those_of_a_loop() -> None:
@@ -172,7 +187,7 @@ def test_phases_end_where_they_should_and_sets_are_nested() -> None:
         n, limit = (4, 8, 8, 16)[phase], (6, 12, 12, 12)[phase]
         assert {row.n for row in rows} == {n} and {row.max_tokens for row in rows} == {limit}
         assert len(rows) == 16 // n and len({row.group for row in rows}) == len(rows)
-        members = set(range(SIZE)) if method.state["whole"] else set(method.state["set"].tolist())
+        members = set(members_of(method))
         assert {row.prompt_index for row in rows} <= members
         sets.append(members)
         values = combine([stack.metrics.take()])
@@ -190,19 +205,18 @@ def test_the_kept_set_is_that_of_the_estimates() -> None:
     rate = np.random.default_rng(3).random(SIZE)
     for number in range(8):
         before = [method.state[k].clone() for k in ("right", "trials", "gains")]
-        members = list(range(SIZE)) if method.state["whole"] else method.state["set"].tolist()
+        members = members_of(method)
         batch(stack, method, rate)
         if number in (3, 6):
             of = [[float(x[i]) for i in members] for x in before]
-            kept = hardest_by_hand(members, *of, 8 if number == 3 else 4, True)
-            assert method.state["set"].tolist() == kept
+            assert members_of(method) == hardest_by_hand(members, *of, 8 if number == 3 else 4, True)
 
 
 def test_unseen_prompts_are_kept_as_the_hardest() -> None:
     stack, method = drive(sizes=[1, 0.75], batches=[1])
     batch(stack, method, np.ones(SIZE))  # prompts 0 to 3 are solved
     batch(stack, method, np.ones(SIZE))
-    assert method.state["set"].tolist() == list(range(4, 16))
+    assert members_of(method) == list(range(4, 16))
     assert combine([stack.metrics.take()])["drive/unseen"] == 1
 
 
@@ -210,7 +224,7 @@ def test_all_prompts_of_a_set_come_before_one_comes_again() -> None:
     stack, method = drive(sizes=[0.75], batches=[])
     seen = [row.prompt_index for _ in range(6) for row in batch(stack, method, np.zeros(SIZE))]
     for start in (0, 12):
-        assert sorted(seen[start : start + 12]) == method.state["set"].tolist()
+        assert sorted(seen[start : start + 12]) == members_of(method)
     assert seen[:12] != seen[12:]  # shuffled anew
 
 
@@ -218,7 +232,7 @@ def test_prompts_of_few_large_groups_take_turns() -> None:
     """A batch that holds one group of the four prompts that were selected moves on by one."""
     stack, method = drive(sizes=[0.5], batches=[], rollouts=[16])
     seen = [row.prompt_index for _ in range(8) for row in batch(stack, method, np.zeros(SIZE))]
-    assert sorted(seen) == method.state["set"].tolist()
+    assert sorted(seen) == members_of(method)
 
 
 def test_more_and_smaller_groups_than_the_host() -> None:
@@ -235,7 +249,7 @@ def test_a_set_smaller_than_the_batch(when_short: str, groups: int) -> None:
     for _ in range(3):
         rows = batch(stack, method, np.zeros(SIZE))
         assert len(rows) == groups == len({row.group for row in rows})
-        assert {row.prompt_index for row in rows} == set(method.state["set"].tolist()) and {r.n for r in rows} == {4}
+        assert {row.prompt_index for row in rows} == set(members_of(method)) and {r.n for r in rows} == {4}
         assert combine([stack.metrics.take()])["drive/repeated"] == groups - 3
 
 
@@ -283,7 +297,7 @@ def test_rows_of_others_stay_as_planned() -> None:
     stack, method = drive(sizes=[4], batches=[], max_tokens=[9])
     stack.call("select_prompts", method, PromptPool(SIZE, (), (), None, 0), 2)
     first, second = method._next(2, ())
-    stranger = next(i for i in range(SIZE) if i not in method.state["set"].tolist())
+    stranger = next(i for i in range(SIZE) if i not in members_of(method))
     rows = (
         PlanRow(first, 0, 4, spare=1, edit={"prompt": "x"}, payload="p", max_tokens=5),
         PlanRow(stranger, 1, 4),
@@ -294,7 +308,7 @@ def test_rows_of_others_stay_as_planned() -> None:
     assert plan is not None
     assert plan.rows[:3] == (rows[2], rows[3], rows[0])  # a shorter limit stays
     assert len(plan.rows) == 4 and plan.rows[3].group == 4 and plan.rows[3].max_tokens == 9
-    assert plan.rows[3].prompt_index in method.state["set"].tolist()
+    assert plan.rows[3].prompt_index in members_of(method)
 
 
 # ---- state

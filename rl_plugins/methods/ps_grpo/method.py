@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, from_params, signals
 from rl_plugins.core.errors import shown
+from rl_plugins.core.groups import parts
 from rl_plugins.core.rollouts import Plan, PromptPool, Rollouts, Run
 from rl_plugins.kit.columns import cell
 from rl_plugins.kit.priors import dataset_of
@@ -102,13 +104,14 @@ class PsGrpo(Method):
                 f"{alone} of the {len(self._of.size)} sets have one wording, so their rollouts get no reward. Remove "
                 f"these rows, or give further wordings."
             )
+        self._smallest = int(self._of.size.min())
         self.state = {"waiting": torch.zeros(0, dtype=torch.int64), "epoch": 0}
 
     def _sets(self, run: Run) -> Sets:
         column = self.params.set_column
         dataset, size = dataset_of(run), run.dataset_size or 0
         return Sets.of(
-            list(dataset[column]) if self._whole_column(run) else [cell(dataset, i, column) for i in range(size)],
+            dataset[column][:] if self._whole_column(run) else [cell(dataset, i, column) for i in range(size)],
             column,
         )
 
@@ -136,9 +139,8 @@ class PsGrpo(Method):
         if not len(taken):
             self._too_large = 0 if n >= sets.size.max() else n
         chosen = sets.members(self._next_sets(n, taken))
-        free = np.ones(pool.size, dtype=bool)
-        free[taken] = free[chosen] = False
-        rest = np.flatnonzero(free)[: n - len(chosen)].tolist()
+        left = {*taken.tolist(), *chosen.tolist()}
+        rest = list(islice((i for i in range(pool.size) if i not in left), n - len(chosen)))
         self._left_out = set(rest)
         return [*chosen.tolist(), *rest]
 
@@ -152,7 +154,14 @@ class PsGrpo(Method):
             if not len(waiting):
                 self.state["epoch"] += 1
                 waiting = self.rng(f"epoch {self.state['epoch']}").permutation(len(sets.size))
-            fitting = np.flatnonzero(free[waiting] & (sets.size[waiting] <= room))
+            if room < self._smallest:
+                break
+            fitting = np.empty(0, dtype=np.int64)
+            for part in parts(len(waiting)):  # the first of them fill the batch
+                some = waiting[part]
+                fitting = np.append(fitting, part.start + np.flatnonzero(free[some] & (sets.size[some] <= room)))
+                if len(fitting) >= room:
+                    break
             fitting = fitting[: np.searchsorted(np.cumsum(sets.size[waiting[fitting]]), room, side="right")]
             if not len(fitting):
                 break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,10 +44,17 @@ class Sets:
 
     def members(self, sets: Ids) -> Ids:
         """Rows of these sets, one set after the other."""
-        place = np.full(len(self.size), len(sets), dtype=np.int64)
-        place[sets] = np.arange(len(sets))
-        rows = np.flatnonzero(place[self.number] < len(sets))
-        return rows[np.argsort(place[self.number[rows]], kind="stable")]
+        parts = [self._rows[self._ends[i] - self.size[i] : self._ends[i]] for i in sets]
+        return np.concatenate([np.empty(0, dtype=np.int64), *parts])
+
+    @cached_property
+    def _rows(self) -> Ids:
+        """(rows,) rows of the first set, then of the second, and so on."""
+        return np.argsort(self.number, kind="stable")
+
+    @cached_property
+    def _ends(self) -> Ids:
+        return np.cumsum(self.size)
 
 
 def numbered(values: Sequence[Any], column: str) -> Ids:
