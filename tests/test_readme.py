@@ -78,7 +78,7 @@ def test_example_config_of_gsm8k_is_one_that_the_command_takes(tmp_path, monkeyp
     (tmp_path / "gsm8k" / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 64)
     assert examine(Path("gsm8k.yaml"), [], None, world_size=4) == 0
     text = capsys.readouterr().out
-    assert re.search(r"^  mc_grpo .*advantage_clip=3\.0 ", text, re.M) and "128 of 128" in text
+    assert re.search(r"^  gdpo ", text, re.M) and "128 of 128" in text
     assert "columns are not checked" not in text and text.endswith("No problem found.\n")
     answer = [{"role": "assistant", "content": "so \\boxed{1,234}"}]
     assert gsm8k_data.correct([answer], [row["answer"]]) == [1.0] and gsm8k_data.boxed_once([answer]) == [1.0]

@@ -11,10 +11,11 @@ from rl_plugins.cards import claims as cards
 from rl_plugins.cards.claims import PaperClaim
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.lab.bench.differences import ENOUGH, PLANNED, TOTALS, Difference, difference
-from rl_plugins.lab.bench.results import SEARCH_FROM, Results
+from rl_plugins.lab.bench.results import CONFIRM_FROM, SEARCH_FROM, Results
 from rl_plugins.lab.bench.tasks import COST_UNITS, METRICS, TASKS
 
-FRESH = range(ENOUGH, PLANNED)  # seeds that decide alone: the first eight chose which claims are run again
+# Seeds that decide alone: the first eight chose which claims are run again. Stacks are confirmed on those from 200 on.
+FRESH = (*range(ENOUGH, PLANNED), *range(CONFIRM_FROM, CONFIRM_FROM + ENOUGH))
 
 
 def checked(claim: PaperClaim) -> PaperClaim:
@@ -58,9 +59,8 @@ def outcome(results: Results, claim: PaperClaim) -> dict[str, Any]:
 
 def to(results: Results, claim: PaperClaim, than: str, task: str, budget: str) -> dict[str, Any]:
     """The difference of a claim's variant to another one; empty with too few seeds."""
-    both = [set(results.seeds(*place)) for place in ((claim.task, claim.label), (task, than))]
-    fresh = sorted(both[0] & both[1] & set(FRESH))
-    seeds = fresh if len(fresh) >= ENOUGH else range(SEARCH_FROM)
+    fresh = set(results.seeds(claim.task, claim.label, FRESH)) & set(results.seeds(task, than, FRESH))
+    seeds = sorted(fresh) if len(fresh) >= ENOUGH else range(SEARCH_FROM)
     return figures(difference(results, claim.task, claim.label, than, claim.metric, budget, seeds, task))
 
 
