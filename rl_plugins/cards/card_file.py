@@ -7,6 +7,7 @@ disagreements           where paper and code differ, and which parameter selects
 open                    what no source answers: the `question`, what was `tried`, and `looked`, the day of the last look
 logs                    a table: name the method logs -> what the number is
 paper                   a table (arxiv, title, authors, year, code), or the name of the card that has it
+asked_for               who asked for it, where users of the hosts did and not the plan of this package
 goes_with               method -> why the two make sense together
 goes_with_params        values that parameters of this method need in the pairs whose sentence names them: `name: value`
 example_params          an example of each parameter that must be given, a judge for example
@@ -100,6 +101,7 @@ class CardFile:
     use_when: str = ""
     avoid_when: str = ""
     cost: str = ""
+    asked_for: str = ""
     about: str = ""
     disagreements: tuple[str, ...] = ()
     open: tuple[OpenQuestion, ...] = ()

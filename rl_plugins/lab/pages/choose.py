@@ -138,7 +138,7 @@ def readme(text: str) -> str:
         raise ConfigError(
             f"README.md needs the lines {BENCH_START!r} and {BENCH_END!r} around a part that is generated."
         )
-    papers = {card.file.paper.arxiv for card in cards(plugins()) if card.file.paper}
+    papers = {card.file.paper.arxiv for card in cards(plugins()) if card.file.paper and not card.file.asked_for}
     text = re.sub(r"Methods of \d+ papers", f"Methods of {len(papers)} papers", text)
     words = textwrap.fill(bench.headline(), 120, break_on_hyphens=False, break_long_words=False)
     before, after = text.split(BENCH_START)[0], text.split(BENCH_END)[1]

@@ -26,8 +26,9 @@ _SECTIONS: dict[Verdict, tuple[str, str]] = {
 
 def page() -> str:
     """The whole page. Installed plugins are not part of it."""
-    built = list(_methods())
+    built, asked = list(_methods(asked=False)), list(_methods(asked=True))
     parts = [_HEAD.rstrip(), f"## Methods\n\n{len(built)} papers.", table(["paper", "methods", "fidelity"], built)]
+    parts += ["## Asked for by users", table(["paper", "methods", "fidelity", "asked for"], asked)]
     for verdict, (title, column) in _SECTIONS.items():
         rows = [[_linked(p.title, p.arxiv), p.why] for p in reviewed().values() if p.verdict == verdict]
         if verdict == "elsewhere":
@@ -37,18 +38,20 @@ def page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _methods() -> Iterable[list[str]]:
-    """A paper, its methods and bundles, their fidelity; by title."""
+def _methods(asked: bool) -> Iterable[list[str]]:
+    """A paper, its methods and bundles, their fidelity, and who asked for them where users did; by title."""
     vetoed = plugins()
-    found: dict[str, tuple[Paper, list[str], list[str]]] = {}
+    found: dict[str, tuple[Paper, list[str], list[str], list[str]]] = {}
     for entry in entries(vetoed):
-        paper = card_file(entry.name).paper
-        assert paper is not None
-        _, names, fidelity = found.setdefault(paper.arxiv, (paper, [], []))
-        names.append(f"[{entry.name}](methods.md#{entry.name})")
-        fidelity += [entry.fidelity] if entry.fidelity not in fidelity else []
-    for paper, names, fidelity in sorted(found.values(), key=lambda f: f[0].title.lower()):
-        yield [_linked(paper.title, paper.arxiv), ", ".join(names), ", ".join(sorted(fidelity))]
+        card = card_file(entry.name)
+        assert card.paper is not None
+        if bool(card.asked_for) == asked:
+            _, names, fidelity, by = found.setdefault(card.paper.arxiv, (card.paper, [], [], []))
+            names.append(f"[{entry.name}](methods.md#{entry.name})")
+            fidelity += [entry.fidelity] if entry.fidelity not in fidelity else []
+            by += [card.asked_for] if asked and card.asked_for not in by else []
+    for paper, names, fidelity, by in sorted(found.values(), key=lambda f: f[0].title.lower()):
+        yield [_linked(paper.title, paper.arxiv), ", ".join(names), ", ".join(sorted(fidelity)), *by]
 
 
 def _losses() -> Iterable[list[str]]:
