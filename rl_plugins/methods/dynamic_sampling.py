@@ -61,7 +61,7 @@ class DynamicSampling(Method):
             return plan.replace(rows=tuple(spare))
         own = [g for g in plan.so_far if g.row.mark(self.name) is not None]
         wanted = sum(g.row.mark(self.name) == 0 for g in own)
-        missing = wanted - sum(len(g.rewards[~g.rewards.isnan()].unique()) > 1 for g in own)
+        missing = wanted - sum(len(set(g.rewards[~g.rewards.isnan()].tolist())) > 1 for g in own)
         if plan.round > self.params.max_rounds or missing <= 0:
             return None
         taken = {g.row.prompt_index for g in plan.so_far}

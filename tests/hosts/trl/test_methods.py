@@ -34,6 +34,14 @@ CASES: dict[str, dict[str, Any]] = {
     "v0_5": {"reward": right},
     "v0": {"reward": right},
     "brpo": {"method_params": {"brpo": {"judge": judge}}},
+    "rubric+overlong+gfpo+variance_filter+pkpo": {
+        "method_params": {
+            "rubric": {"judge": lambda prompt, criterion, text: len(text) % 3 / 2, "criteria": ["2: short", "1: odd"]},
+            "overlong": {"buffer": 6, "penalty": 0.5},
+            "variance_filter": {"share": 0.7},
+        }
+    },
+    "max_rl+clip_cov": {"reward": right, "method_params": {"clip_cov": {"ratio": 0.1, "low": 0.1}}},
 }
 
 
@@ -52,7 +60,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         module.decide = watched
         try:
             options = {"reward": score, **options}
-            trainer = make(tmp_path_factory.mktemp(name), [name], learning_rate=0.05, **options)
+            trainer = make(tmp_path_factory.mktemp("run"), name.split("+"), learning_rate=0.05, **options)
             before = torch.cat([p.detach().flatten().clone() for p in trainer.model.parameters()])
             with stub_sampling():
                 trainer.train()
@@ -67,8 +75,9 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 def test_two_real_steps(steps: dict[str, list[Any]], name: str) -> None:
     *decisions, (before, after, trainer) = steps[name]
     assert len(decisions) == 2 and not torch.equal(before, after)
-    logged = {k for h in trainer.state.log_history for k in h if k.split("/")[0].startswith(name[:4])}
-    assert logged, "the method logs what it does"
+    for each in name.split("+"):
+        logged = {k for h in trainer.state.log_history for k in h if k.split("/")[0].startswith(each[:4])}
+        assert logged, f"{each} logs what it does"
     for d in decisions:
         assert 0 < int(d.trained.sum()) <= 64 and bool(torch.isfinite(d.row_advantages).all())
 
@@ -91,6 +100,22 @@ def test_what_they_change(steps: dict[str, list[Any]]) -> None:
     assert brpo.estimator == "brpo" and set(brpo.rewarded_by) == {"brpo"}
     groups = Groups(brpo.rollouts.group)
     assert int(groups.count) == 8
+    filtered = steps["rubric+overlong+gfpo+variance_filter+pkpo"][0]
+    r, kept = filtered.rollouts, filtered.rollouts.kept
+    assert r.groups.size.tolist() == [16] * 8 and filtered.estimator == "pkpo"
+    judged = torch.tensor([len(text) % 3 / 2 for text in r.text]).double()
+    assert torch.allclose(r.reward, judged - 0.5 * ((r.length - 8).double() / 6).clamp(0, 1))
+    of_kept = r.groups.sum(kept.double())
+    assert set(of_kept.tolist()) == {0.0, 8.0}, "half of each group, and not every group"
+    shortest = r.groups.top_k(r.reward / r.length, 8)
+    assert bool((shortest | ~kept).all()) and not bool((filtered.trained & r.truncated).any())
+    assert bool((filtered.row_advantages >= 0).all()) and float(filtered.row_advantages.max()) > 0
+    cov = steps["max_rl+clip_cov"][0]
+    r, mean = cov.rollouts, cov.rollouts.groups.rows(cov.rollouts.groups.mean(cov.rollouts.reward))
+    expected = torch.where(mean > 0, (r.reward - mean) / (mean + 1e-6), 0.0).repeat_interleave(r.length)
+    zeroed = cov.advantages != expected
+    assert cov.estimator == "max_rl" and int(zeroed.sum()) == int(0.1 * len(expected))
+    assert not bool(cov.advantages[zeroed].any())
 
 
 def test_fapo_takes_a_part_of_the_reward_of_flawed_right_rollouts(tmp_path: Any, monkeypatch: Any) -> None:
