@@ -94,12 +94,15 @@ class Driver:
     Args:
         rollouts: trained rows of a batch.
         seed: of prompts, rollouts and methods.
+        batches: of the run, for schedules; by default they stay where they begin.
 
     Raises:
         ConfigError: the methods do not fit this world.
     """
 
-    def __init__(self, world: ExactWorld, variant: QualityVariant, rollouts: int, seed: int) -> None:
+    def __init__(
+        self, world: ExactWorld, variant: QualityVariant, rollouts: int, seed: int, batches: int = FOREVER
+    ) -> None:
         self.variant = variant
         self.stack = build_stack(list(variant.methods), dict(variant.methods), seed)
         options: dict[str, Any] = {}
@@ -121,16 +124,16 @@ class Driver:
             raise ConfigError(f"{world.name} has no {', '.join(sorted(lacks))}, which {variant.label} needs.")
         if world.entropies is None and (self.stack.reads_tokens or self.stack.claimed("policy_loss", "regularize")):
             raise ConfigError(f"{world.name} has rows without tokens, and {variant.label} reads tokens.")
-        if "current_entropies" in self.stack.needs:
-            raise ConfigError(f"{variant.label} needs the gradient of entropies, and no world has one.")
+        if "current_entropies" in self.stack.needs and world.entropy_scores is None:
+            raise ConfigError(f"{variant.label} needs the gradient of entropies, which {world.name} does not have.")
         run = make_run(
             dataset=self.dataset,
             dataset_size=self.prompts,
             columns=tuple(columns),
             reward_names=tuple(world.reward_names),
             group_size=variant.group,
-            total_steps=FOREVER,
-            total_batches=FOREVER,
+            total_steps=batches,
+            total_batches=batches,
             max_completion_length=world.max_length,
             batch_rows=self.budget,
             rows_per_update=self.budget,
@@ -272,27 +275,25 @@ class Driver:
             return np.zeros(self.world.scores.shape[1])
         terms, scale = self._terms(decision, answers, take)
         stack = self.stack
-        per_token = update.surrogate(stack, terms) if stack.claims["policy_loss"] else self._host_loss(terms)
-        if (added := update.regularizer(stack, terms)) is not None:
-            per_token = per_token + added
-        if stack.aggregation == "sum":
-            loss = update.masked_sum(per_token, terms.mask)
+        own, host = update.regularizer(stack, terms), TRL_AGGREGATION[self.loss]
+        if stack.claims["policy_loss"]:
+            surrogate, loss = update.surrogate(stack, terms), 0.0
+            own = surrogate if own is None else own + surrogate
         else:
-            loss = aggregate(
-                per_token,
-                terms.mask,
-                TRL_AGGREGATION[self.loss],
-                num_tokens=terms.num_tokens,
-                num_rows=terms.num_rows,
-                max_length=terms.max_length,
-            )
+            loss = _mean(self._host_loss(terms), terms, host)
+        if own is not None:
+            loss = loss + _mean(own, terms, "sum" if stack.aggregation == "sum" else host)
         stack.metrics.take()
-        (slope,) = torch.autograd.grad(loss, terms.logprobs)
-        mask = (terms.mask > 0).numpy()
+        mask, piece = (terms.mask > 0).numpy(), answers.piece[take]
+        leaves = [terms.logprobs] if terms.entropies is None else [terms.logprobs, terms.entropies]
+        slope, *more = torch.autograd.grad(loss, leaves)
         weight = slope.numpy()[mask]
         if answers.logprobs is None and TRL_AGGREGATION[self.loss] == "seq-mean-token-mean":
             weight = weight / answers.length[take]  # a row is one place here, whatever its length
-        return -scale * (weight @ self.world.scores[answers.piece[take][mask]]).astype(np.float64)
+        made = weight @ self.world.scores[piece[mask]]
+        for of_entropies in more:
+            made = made + of_entropies.numpy()[mask] @ self.world.entropy_scores[piece[mask]]  # type: ignore[index]
+        return -scale * made.astype(np.float64)
 
     def _terms(self, decision: Decision, answers: Answers, take: NDArray[np.bool_]) -> tuple[Terms, float]:
         """The rows that are trained as one micro-batch, and the factor on the learning rate."""
@@ -337,6 +338,7 @@ class Driver:
             old_logprobs=old,
             rollout_logprobs=sampled,
             ref_logprobs=now.detach(),
+            entropies=self._entropies(answers.piece[take]),
             columns=columns,
             num_tokens=(live.sum() if known else r.length[rows].sum()).double(),
             num_rows=torch.tensor(float(len(rows)), dtype=torch.float64),
@@ -346,6 +348,12 @@ class Driver:
         )
         return terms, asked.lr_scale
 
+    def _entropies(self, piece: NDArray[np.int64]) -> Tensor | None:
+        if "current_entropies" not in self.stack.needs:
+            return None
+        assert self.world.entropies is not None
+        return torch.from_numpy(self.world.entropies[piece]).requires_grad_()
+
     def _host_loss(self, terms: Terms) -> Tensor:
         now, old, advantages = terms.logprobs, terms.old_logprobs, terms.advantages
         if self.loss == "cispo":
@@ -354,6 +362,14 @@ class Driver:
             assert terms.rollout_logprobs is not None
             advantages = advantages * torch.exp(old - terms.rollout_logprobs).clamp(max=TIS_MAX)
         return ppo_clip(now, old, advantages, CLIP, CLIP)
+
+
+def _mean(per_token: Tensor, terms: Terms, how: str) -> Tensor:
+    """Of a loss, as the host or a method aggregates it."""
+    if how == "sum":
+        return update.masked_sum(per_token, terms.mask)
+    sizes = dict(num_tokens=terms.num_tokens, num_rows=terms.num_rows, max_length=terms.max_length)
+    return aggregate(per_token, terms.mask, how, **sizes)
 
 
 def _numbers(rows: list[PlanRow], name: str) -> NDArray[np.int64]:

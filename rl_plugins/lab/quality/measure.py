@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from rl_plugins.core.errors import RLPluginsError
-from rl_plugins.lab.quality.drive import Driver
-from rl_plugins.lab.quality.variants import BASELINE, variants_of
+from rl_plugins.lab.quality.drive import Driver, QualityVariant
+from rl_plugins.lab.quality.train import STEPS, TRAINED, TRAINED_ROLLOUTS, trained
+from rl_plugins.lab.quality.variants import BASELINE, TRAINING, variants_of
 from rl_plugins.lab.quality.worlds import is_pool, world_of
 from rl_plugins.tools.gradient_quality import Figure, quality
 
@@ -53,21 +54,31 @@ def _world(name: str, seed: int, rollouts: int) -> Any:
 def jobs(worlds: Sequence[str], methods: Sequence[str], seeds: Iterable[int], sizes: Mapping[int, int]) -> list[Job]:
     """What is measured: all variants of these methods, and the baseline where they act; all without `methods`."""
     labels: dict[tuple[str, int], list[str]] = {}
-    for name in worlds:
+    for name in (w for w in worlds if w not in TRAINED):
         world = _world(name, 0, 0)
         for rollouts in sizes:
             if is_pool(name) and rollouts // 8 > len(world.pass_rate) // 2:
                 continue  # a pool of few prompts: a batch would be most of them
             found = variants_of(name, world, rollouts)
-            kept = [v for v in found if not methods or v.label == BASELINE or set(methods) & set(v.methods)]
-            labels[name, rollouts] = [v.label for v in kept] if not methods or len(kept) > 1 else []
-    return [  # by seed: after each of them there is something to look at
+            labels[name, rollouts] = _labels(found, methods)
+    trainings = [
+        Job(name, 0, label, TRAINED_ROLLOUTS, STEPS)
+        for name in TRAINED
+        if name in worlds
+        for label in _labels(TRAINING[name], methods)
+    ]
+    return trainings + [  # by seed: after each of them there is something to look at
         Job(name, seed, label, rollouts, batches)
         for seed in seeds
         for name in worlds
         for rollouts, batches in sizes.items()
         for label in labels.get((name, rollouts), ())
     ]
+
+
+def _labels(variants: Sequence[QualityVariant], methods: Sequence[str]) -> list[str]:
+    kept = [v for v in variants if not methods or v.label == BASELINE or set(methods) & set(v.methods)]
+    return [v.label for v in kept] if not methods or len(kept) > 1 else []
 
 
 def measure(job: Job) -> Record:
@@ -85,17 +96,22 @@ def _measure(job: Job) -> Record:
     import torch
 
     torch.set_num_threads(1)
-    world, start = _world(job.world, job.seed, job.rollouts), time.process_time()
-    (variant,) = (v for v in variants_of(job.world, world, job.rollouts) if v.label == job.variant)
+    of_steps, start = job.world in TRAINED, time.process_time()
+    world = TRAINED[job.world]() if of_steps else _world(job.world, job.seed, job.rollouts)
+    among = TRAINING[job.world] if of_steps else variants_of(job.world, world, job.rollouts)
+    (variant,) = (v for v in among if v.label == job.variant)
     record: Record = {"version": VERSION, **asdict(job), "methods": list(variant.methods)}
+    if of_steps:
+        made = trained(world, variant, job.rollouts)
+        return {**record, **made, "seconds": round(time.process_time() - start, 2)}
     try:
         driver = Driver(world, variant, job.rollouts, job.seed)
         driver.warm()
-        made = [driver.batch() for _ in range(job.batches)]
+        batches = [driver.batch() for _ in range(job.batches)]
     except RLPluginsError as e:
         return {**record, "refused": str(e).splitlines()[0]}
-    generated = np.array([m.generated for m in made], dtype=np.float64)
-    found = quality(np.stack([m.gradient for m in made]), generated, driver.world.targets, job.rollouts)
+    generated = np.array([m.generated for m in batches], dtype=np.float64)
+    found = quality(np.stack([m.gradient for m in batches]), generated, driver.world.targets, job.rollouts)
 
     def pair(figure: Figure) -> list[float]:
         return [float(f"{figure.value:.6g}"), float(f"{figure.error:.3g}")]
@@ -103,8 +119,8 @@ def _measure(job: Job) -> Record:
     return {
         **record,
         "generated": round(float(generated.mean()), 2),
-        "tokens": round(float(np.mean([m.tokens for m in made])), 1),
-        "signal": round(float(np.mean([m.signal for m in made])), 2),
+        "tokens": round(float(np.mean([m.tokens for m in batches])), 1),
+        "signal": round(float(np.mean([m.signal for m in batches])), 2),
         "noise": pair(found.noise),
         "progress": {t: pair(f) for t, f in found.progress.items()},
         "direction": {t: pair(f) for t, f in found.direction.items()},

@@ -163,6 +163,37 @@ MASKED = [
     _one("eoser"),
     QualityVariant("ass, eoser, cj_grpo", {"ass": {}, "eoser": {}, "cj_grpo": {}}),
 ]
+PLAIN_BONUS: dict[str, Any] = dict(smooth_coeff=0.0, average="host", entropy_coeff=0.03)
+TRAINING: Mapping[str, list[QualityVariant]] = {  # of many steps
+    "deceptive": [
+        *(v for v in HOST if v.label in (BASELINE, "grpo, 4 rollouts", "grpo, 16 rollouts", "dr_grpo")),
+        _one("epo"),
+        _one("epo", "coefficient 0.03", entropy_coeff=0.03),
+        _one("epo", "plain bonus of 0.03", **PLAIN_BONUS),
+        _one("pkpo", scale="none"),
+        _one("max_rl"),
+        _one("aepo_advantages"),
+        _one("echo_shaping"),
+        _one("mssr_shaping"),
+        _one("dars", "hardness-weighted", n_first=4, schedule="hw"),
+        _one("brorl", "16 rollouts", ramp=[[0, 16]]),
+    ],
+    "curriculum": [
+        QualityVariant(BASELINE),
+        _one("vade"),
+        _one("difficulty_slices"),
+        _one("linear_ts", column="domain", draws=4),
+        _one("dots", embeddings=f"{TABLES}embeddings", references=64),
+        _one("drive", sizes=[1.0, 0.5, 0.25], batches=[27, 27]),
+        _one("gdro_prompt"),
+        _one("gdro_rollout"),
+        _one("mssr_prompts", rho=0.9),
+        _one("mssr_baseline", rho=0.9),
+        _one("dynamic_sampling"),
+        _one("dars", "hardness-weighted", n_first=4, schedule="hw"),
+        _one("max_rl"),
+    ],
+}
 NAMED = {
     "sequences": SEQUENCES,
     "agents": AGENTS,
@@ -175,7 +206,6 @@ NAMED = {
 _PROGRAM = "its program plays tools, environments or turns, or reads hidden states; the trees of sequences have none"
 _GIVEN = "plans completions of older batches; the policy of a world does not move"
 _TEXT = "reads or edits texts, which no world has"
-_MANY = "acts over many steps on a moving policy, which one step does not show"
 _QUEUE = "decides which groups wait; what becomes of stale ones is in delay=n"
 ABSENT: Mapping[str, str] = {
     **dict.fromkeys(("aepo_rollout", "arrol", "cleaner", "m_grpo_rollout", "rtv_pdr", "scope"), _PROGRAM),
@@ -187,11 +217,9 @@ ABSENT: Mapping[str, str] = {
     "training_free_grpo": "makes no gradient",
     "reward_audit": "withdraws rewards that an audit of several functions finds unsound; no world has such functions",
     "ui_s1": "learns from recorded trajectories, and no world has recorded ones",
-    **dict.fromkeys(("epo", "ppo_million"), _MANY),
+    "ppo_million": "needs several optimizer steps on a batch and many batches; worlds make one",
     **dict.fromkeys(("april", "areal_admission"), _QUEUE),
     **dict.fromkeys(("dart_length", "dora_length", "overlong"), "sets limits of tokens or turns, which no world obeys"),
-    "overlong": "acts on completions that were cut off, and every answer of a world has an end",
-    "rubric": "asks a judge about criteria, and no world has texts to judge by them",
     "rollart_redundancy": "saves time, and changes no gradient",
 }
 

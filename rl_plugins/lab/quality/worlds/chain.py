@@ -76,6 +76,13 @@ class Chain(ExactWorld):
         self._weights, self.pass_rate = self._occupancy_times_advantage(np.ones(self.horizon))
         self.columns = {**self.columns, "prior": self.pass_rate.tolist()}
 
+    @cached_property
+    def entropy_scores(self) -> Array:  # type: ignore[override]  # made where it is asked for
+        logprobs = np.log(np.clip(self._prob, 1e-300, None))
+        scores = self.scores.reshape(*self._prob.shape, -1)
+        of_state = -np.einsum("psa,psad->psd", self._prob * logprobs, scores)
+        return np.repeat(of_state.reshape(-1, scores.shape[-1]), self._prob.shape[-1], axis=0)
+
     def logprobs_at(self, theta: Array) -> Array:
         """(prompts, states, actions) under these parameters."""
         logits = self.offset + self.features @ theta
