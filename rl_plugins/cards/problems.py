@@ -80,8 +80,21 @@ PROBLEMS: dict[str, Problem] = {
     "stale": Problem(
         "Stale rollouts",
         "Rollouts are trained one or more updates after they were sampled: asynchronous training, replay, many updates "
-        "per batch. Importance ratios spread and clipping drops tokens.",
-        ("stale", "asynchronous", "off-policy", "replay", "importance ratio", "old rollouts", "lag"),
+        "per batch. Importance ratios spread and clipping drops tokens. Where only trainer and engine differ, masked "
+        "importance sampling (IcePop) is an option of the host: `vllm_importance_sampling_mode: token_mask` in TRL, "
+        "`algorithm.rollout_correction.rollout_rs=token_k1` in verl.",
+        (
+            "stale",
+            "asynchronous",
+            "off-policy",
+            "replay",
+            "importance ratio",
+            "old rollouts",
+            "lag",
+            "icepop",
+            "masked importance sampling",
+            "engine mismatch",
+        ),
     ),
     "length": Problem(
         "Length",

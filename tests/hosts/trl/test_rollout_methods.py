@@ -525,6 +525,32 @@ def test_aepo_clip_equals_its_formula_after_two_updates(train):
     assert (seen.after - seen.before).abs().max() > 1e-2
 
 
+def test_dppo_and_kl_cov_equal_their_formulas_after_two_updates(train):
+    params = {"dppo": {"bound_low": 0.02, "bound_high": 0.02}, "kl_cov": {"ratio": 0.05, "coef": 2.0}}
+    seen = train(["dppo", "kl_cov"], params, num_iterations=2, learning_rate=2.0)
+    (batch,) = seen.batches
+    model, old, adv, t = copy_of(batch.model), None, batch.data["advantages"][:, None], batch.tokens
+    lp, a = t.old_logprobs.double(), batch.decision.advantages
+    c = (lp - lp.mean()) * (a - a.mean())
+    chosen = torch.zeros(batch.data["completion_mask"].shape)
+    chosen[t.row, t.position] = (c >= c.sort().values[-int(0.05 * len(c))]).float()
+    left_out = 0
+    for _ in range(2):
+
+        def surrogate(lp: Tensor) -> Tensor:
+            nonlocal old, left_out
+            old = lp.detach() if old is None else old
+            moved = (lp.exp() - old.exp()).detach()
+            away = torch.where(adv > 0, moved > 0.02, moved < -0.02)
+            left_out = int((away * batch.data["completion_mask"]).sum())
+            loss = -(lp - old).exp().detach().clamp(max=20.0) * adv * lp
+            return torch.where(away, 0.0, loss) + 2.0 * chosen * (lp - old).abs()
+
+        after = sgd_step(model, batch.data, surrogate, lr=2.0)
+    assert left_out > 8 and torch.equal(batch.decision.token_columns["kl_cov"], chosen[t.row, t.position])
+    assert torch.allclose(seen.after, after, atol=1e-5)
+
+
 def test_aepo_as_a_bundle(train):
     params = {"aepo_rollout": {"environment": Calculator, "turn_tokens": 14}}
     seen = train(
