@@ -206,6 +206,7 @@ def test_more_tokens_are_no_help():
         results.add(made("neutral", "mc_grpo", seed, 2 * curve + noise, tokens=200))
     told = outcome(results, claim(control="", no_control="There is none."))
     assert told["low"] > 0.3
+    assert "was not run" not in verdict_text({**told, "control": "rloo"})
     assert decide(told) == ("within", "tokens") and "at equal tokens" in verdict_text(told)
 
 
@@ -248,7 +249,7 @@ def test_rows_of_the_page_name_sign_and_controls():
     assert "was not run" in page.claim_row({k: v for k, v in told.items() if k != "against"})
     row = page.claim_row(told)
     assert "lower is better" in row and "-0.100" in row and "its control `rloo`" in row
-    assert page.section_of(told) == "host"
+    assert page.section_of(told) == "host" and page.section_of({**told, "against": {}}) == "waiting"
 
 
 def test_equal_budgets_are_read_where_the_dearer_variant_ends():

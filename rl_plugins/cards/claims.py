@@ -79,7 +79,7 @@ class PaperClaim:
 
 
 def decide(told: Mapping[str, Any]) -> tuple[Verdict, str]:
-    """The verdict on an entry of `claims.json`, and which of its differences decides.
+    """The verdict on an entry of `claims.json`, and which of its differences decides, or would if it were run.
 
     A difference has a `mean` and the ends `low` and `high` of its 95 % interval, in the unit and with the sign of the
     metric, and the size of the effect that would have been `seen` in four of five cases. The entry's own, "", is to the
@@ -99,7 +99,8 @@ def decide(told: Mapping[str, Any]) -> tuple[Verdict, str]:
     if turned[""][0] > 0 and turned[""][1] >= least:
         by = min(turned, key=lambda name: turned[name][0])
         if turned[by][0] > 0:
-            return ("cannot be seen here", "control") if lacks_control(told) else ("helps", by)
+            lacking = "control" in told and "control" not in turned
+            return ("cannot be seen here", "control") if lacking else ("helps", by)
     _, mean, high = turned[by]
     if high < 0 and mean <= -least:
         return "harmful", by
@@ -109,11 +110,6 @@ def decide(told: Mapping[str, Any]) -> tuple[Verdict, str]:
 def measured(told: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The differences of an entry: its own, "", and those to its controls; empty if it was not run."""
     return {"": told, **told.get("against", {})} if "mean" in told else {}
-
-
-def lacks_control(told: Mapping[str, Any]) -> bool:
-    """Whether an entry names a control that was not run."""
-    return "control" in told and "control" not in told.get("against", {})
 
 
 def _turned(d: Mapping[str, Any], better: str) -> tuple[float, float, float]:
@@ -170,7 +166,7 @@ def verdict_text(told: Mapping[str, Any]) -> str:
     if "mean" not in told or verdict == "helps":
         return verdict
     ahead, to = (f": ahead of {name_of(told, '')}, ", name_of(told, by)) if by else ("", "")
-    if by and lacks_control(told):
+    if by not in measured(told):
         return f"{verdict}{ahead}{to} was not run"
     d = measured(told)[by]
     if verdict == "harmful":

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Literal
 
 from rl_plugins.cards import quality
-from rl_plugins.cards.claims import decide, lacks_control, name_of, outcomes_of
+from rl_plugins.cards.claims import decide, measured, name_of, outcomes_of
 
 Word = Literal["use", "use if", "skip", "unknown"]
 WORDS: tuple[Word, ...] = ("use", "use if", "skip", "unknown")
@@ -45,7 +45,7 @@ def standing_of(name: str) -> Standing:
             helped.append(where)
         elif verdict == "harmful":
             against.append(f"{where}, behind {name_of(told, by)}")
-        elif by and not lacks_control(told):
+        elif by in measured(told) and by:
             against.append(f"{where}, not seen to be ahead of {name_of(told, by)}")
     more, less, same, acts = [], [], [], 0
     for world, signs, host in worlds_of(name):

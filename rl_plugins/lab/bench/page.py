@@ -12,6 +12,10 @@ from rl_plugins.lab.bench.tasks import METRICS, TASKS
 Told = Mapping[str, Any]
 SECTIONS: Mapping[str, tuple[str, str]] = {
     "helps": ("What helped", "Ahead of what the claim names, at equal tokens decoded, and of the host's own way."),
+    "waiting": (
+        "Ahead of GRPO, with a control that was not run",
+        "At equal tokens, too. Whether the host's own way does as much is not known.",
+    ),
     "host": (
         "Ahead of GRPO, but not of a control",
         "The host's own way, or as many tokens for GRPO, were not seen to do less. Take that first.",
@@ -38,9 +42,11 @@ def results() -> str:
 
 
 def section_of(claim: Told) -> str:
-    """The section of a claim: its verdict, or "host" where only a control keeps it from helping."""
+    """The section of a claim: its verdict; "waiting" or "host" where only a control keeps it from helping."""
     verdict, by = decide(claim)
-    return "host" if by and verdict in ("within", "cannot be seen here") else verdict
+    if not by or verdict in ("helps", "harmful"):
+        return verdict
+    return "host" if by in measured(claim) else "waiting"
 
 
 def _intro(told: Told) -> str:
@@ -71,8 +77,9 @@ def claim_row(c: Told) -> str:
     if "mean" not in c:
         return f"{where} | | {c.get('error') or verdict_text(c)} | | |"
     found = "; ".join(f"{numbers(d)} to {name_of(c, name)}" for name, d in measured(c).items())
-    d = measured(c).get(decide(c)[1], c)
-    needed = max(d["seeds"], round(d["seeds"] * (d["seen"] / c["least"]) ** 2))
+    verdict, by = decide(c)
+    d = measured(c).get(by, c)
+    needed = round(d["seeds"] * (d["seen"] / c["least"]) ** 2) if verdict == "cannot be seen here" else ""
     return f"{where} | {found} | {verdict_text(c)} | {c['seeds']} | {needed} |"
 
 
@@ -84,18 +91,20 @@ def headline() -> str:
     """What README says of the bench, with links from the root of the repository."""
     told = published()
     of = {key: [c for c in told["claims"] if section_of(c) == key] for key in SECTIONS}
-    helped = "; ".join(
-        f"`{c['method']}`, {METRICS[c['metric']][1].partition(' (')[0]}, where {TASKS[c['task']].about}"
-        for c in of["helps"]
-    )
     named = {key: ", ".join(dict.fromkeys(f"`{c['method']}`" for c in found)) for key, found in of.items()}
-    return (
-        f"Of {sum(map(len, of.values()))} claims of papers that a small policy can test, in {told['runs']} runs with "
-        f"equal budgets: {len(of['helps'])} help, also at equal tokens and against the host's own way ({helped}). "
-        f"{len(of['host'])} are ahead of GRPO and not of such a control ({named['host']}): take that first. "
-        f"{len(of['harmful'])} do harm ({named['harmful']}), {len(of['within'])} are bounded ({named['within']}), and "
-        f"{len(of['cannot be seen here'])} are too small for these runs to see. [The page of the bench](docs/bench.md) "
-        "says how, and [docs/choose.md](docs/choose.md) what to use for which problem."
+    named["helps"] = "; ".join(
+        f"`{c['method']}`: {METRICS[c['metric']][1]}, in `{c['task']}` ({TASKS[c['task']].about})" for c in of["helps"]
+    )
+    named["cannot be seen here"] = "the page has the size that would have been seen"
+    points = [f"- **{title}** ({len(of[key])}): {named[key]}." for key, (title, _) in SECTIONS.items() if of[key]]
+    return "\n".join(
+        [
+            f"{sum(map(len, of.values()))} claims of papers that a small policy can test, in {told['runs']} runs "
+            "beside GRPO at equal steps and at equal tokens, and beside the host's own way to the same thing:\n",
+            *points,
+            "\n[The page of the bench](docs/bench.md) says how, and [docs/choose.md](docs/choose.md) what to use for "
+            "which problem.",
+        ]
     )
 
 

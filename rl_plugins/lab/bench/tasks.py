@@ -172,7 +172,7 @@ _TASKS = (
     ),
     BenchTask(
         "difficulty=repeated",
-        "the chains of `difficulty=tail`, but 64 of them to train on, so that each comes back every eighth batch",
+        "64 prompts to train on, of the lengths of `difficulty=tail`, so that each comes back every eighth batch",
         Mix(EVEN.steps, (32, 16, 8, 8, 8, 8, 8, 8)),
         TESTED_TAIL,
         prompts=64,
