@@ -23,7 +23,7 @@ def papers() -> dict[str, str]:
 def test_every_paper_has_a_claim_or_a_reason_why_none_is_tested():
     of = papers()
     claimed = {of[claim.method] for claim in claims()}
-    missing = sorted(name for name, paper in of.items() if paper not in claimed)
+    missing = [name for name, paper in of.items() if paper not in claimed and not card_file(name).asked_for]
     assert missing == []
 
 
