@@ -398,7 +398,7 @@ def test_places_that_no_set_fits_into_stay_empty() -> None:
 def test_a_later_set_fills_the_rest_and_the_one_before_comes_next() -> None:
     values = [0] * 3 + [1] * 3 + [2] * 1 + [3] * 1
     stack = ps_grpo(values, rows=16)
-    stack.methods[0].state["waiting"] = torch.tensor([0, 1, 2, 3])
+    stack.methods[0].state["order"] = torch.tensor([0, 1, 2, 3])
     assert [list(groups_of(planned(stack, 4, values), values)) for _ in range(2)] == [[0, 2], [1, 3]]
 
 

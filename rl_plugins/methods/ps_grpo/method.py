@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, from_params, signals
 from rl_plugins.core.errors import shown
-from rl_plugins.core.groups import parts
 from rl_plugins.core.rollouts import Plan, PromptPool, Rollouts, Run
 from rl_plugins.kit.columns import cell
 from rl_plugins.kit.priors import dataset_of
+from rl_plugins.kit.prompt_memory import SMALL
 from rl_plugins.kit.services import number
 from rl_plugins.methods.ps_grpo.params import PsGrpoParams
 from rl_plugins.methods.ps_grpo.sets import Compared, Sets, numbered, weights
@@ -58,7 +59,7 @@ class PsGrpo(Method):
     compared with it. A rollout of several rows is its last row's text and counts once. A text without a word is similar
     to none (0). A wording without an answer in `answer_column` has Acc = 0.
 
-    State: numbers of the sets that are still to come in this epoch, and the epoch. The order of an epoch and the
+    State: the epoch, its order, and what is still to come of it. The order of an epoch and the
     sampled comparisons come from `self.rng`.
 
     Raises:
@@ -70,6 +71,7 @@ class PsGrpo(Method):
 
     name = "ps_grpo"
     fidelity = "paper"
+    state_version = 2  # the order of an epoch, and what is left of it
     does = "Rewards answers that agree with those to other wordings of the same question"
     problems = ("no_verifier",)
     needs = from_params(
@@ -105,7 +107,8 @@ class PsGrpo(Method):
                 f"these rows, or give further wordings."
             )
         self._smallest = int(self._of.size.min())
-        self.state = {"waiting": torch.zeros(0, dtype=torch.int64), "epoch": 0}
+        self.state = {"epoch": 0}
+        self._shuffle()
 
     def _sets(self, run: Run) -> Sets:
         column = self.params.set_column
@@ -146,31 +149,40 @@ class PsGrpo(Method):
 
     def _next_sets(self, room: int, taken: Ids) -> Ids:
         """Numbers of the sets that come next, together at most `room` prompts, none of them among those taken."""
-        sets, waiting = self._of, self.state["waiting"].numpy()
+        sets, state, chosen = self._of, self.state, [np.empty(0, dtype=np.int64)]
         free = np.ones(len(sets.size), dtype=bool)
         free[sets.number[taken]] = False
-        chosen = [np.empty(0, dtype=np.int64)]
         while True:
-            if not len(waiting):
-                self.state["epoch"] += 1
-                waiting = self.rng(f"epoch {self.state['epoch']}").permutation(len(sets.size))
+            late, order, place = state["late"].numpy(), state["order"].numpy(), state["place"]
+            if place == len(order) and not len(late):
+                self._shuffle()
+                continue
             if room < self._smallest:
                 break
-            fitting = np.empty(0, dtype=np.int64)
-            for part in parts(len(waiting)):  # the first of them fill the batch
-                some = waiting[part]
-                fitting = np.append(fitting, part.start + np.flatnonzero(free[some] & (sets.size[some] <= room)))
-                if len(fitting) >= room:
-                    break
-            fitting = fitting[: np.searchsorted(np.cumsum(sets.size[waiting[fitting]]), room, side="right")]
+            looked, fitting = late, self._fitting(late, free, room)
+            while len(fitting) < room and len(looked) - len(late) < len(order) - place:  # the first fill the batch
+                looked = np.append(looked, order[place + len(looked) - len(late) :][:SMALL])
+                fitting = self._fitting(looked, free, room)
+            fitting = fitting[: np.searchsorted(np.cumsum(sets.size[looked[fitting]]), room, side="right")]
             if not len(fitting):
                 break
-            chosen.append(waiting[fitting])
+            chosen.append(looked[fitting])
             room -= int(sets.size[chosen[-1]].sum())
             free[chosen[-1]] = False
-            waiting = np.delete(waiting, fitting)
-        self.state["waiting"] = torch.from_numpy(waiting.copy())
+            seen = max(fitting[-1] + 1, len(late))
+            state["late"] = torch.from_numpy(np.delete(looked[:seen], fitting))
+            state["place"] = place + int(seen) - len(late)
         return np.concatenate(chosen)
+
+    def _fitting(self, sets: Ids, free: NDArray[np.bool_], room: int) -> Ids:
+        """Places of those that are free and not too large."""
+        return np.flatnonzero(free[sets] & (self._of.size[sets] <= room))
+
+    def _shuffle(self) -> None:
+        """Begins an epoch. Its order is not changed any more: `place` and `late` say which sets are left."""
+        epoch = self.state["epoch"] + 1
+        order = torch.from_numpy(self.rng(f"epoch {epoch}").permutation(len(self._of.size)))
+        self.state |= {"epoch": epoch, "order": order, "place": 0, "late": order[:0]}
 
     def plan(self, plan: Plan) -> Plan | None:
         """Without the prompts that no set was chosen for."""

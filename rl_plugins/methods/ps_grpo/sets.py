@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,10 +21,14 @@ class Sets:
     Args:
         number: (rows,) set of each row, counted in the order of the dataset.
         size: (sets,) wordings.
+        rows: (rows,) those of the first set, then of the second, and so on.
+        ends: (sets,) where each ends there.
     """
 
     number: Ids
     size: Ids
+    rows: Ids
+    ends: Ids
 
     @classmethod
     def of(cls, values: Sequence[Any], column: str) -> Sets:
@@ -40,21 +43,13 @@ class Sets:
                 f"one, or remove the row."
             )
         number = numbered(values, column)
-        return cls(number, np.bincount(number))
+        size = np.bincount(number)
+        return cls(number, size, np.argsort(number, kind="stable"), np.cumsum(size))
 
     def members(self, sets: Ids) -> Ids:
         """Rows of these sets, one set after the other."""
-        parts = [self._rows[self._ends[i] - self.size[i] : self._ends[i]] for i in sets]
+        parts = [self.rows[self.ends[i] - self.size[i] : self.ends[i]] for i in sets]
         return np.concatenate([np.empty(0, dtype=np.int64), *parts])
-
-    @cached_property
-    def _rows(self) -> Ids:
-        """(rows,) rows of the first set, then of the second, and so on."""
-        return np.argsort(self.number, kind="stable")
-
-    @cached_property
-    def _ends(self) -> Ids:
-        return np.cumsum(self.size)
 
 
 def numbered(values: Sequence[Any], column: str) -> Ids:
