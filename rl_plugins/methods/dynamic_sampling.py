@@ -11,18 +11,14 @@ from torch import Tensor
 from rl_plugins import Method, MethodParams, Plan, Rollouts, Run, param
 from rl_plugins.core.rollouts import MAX_ROUNDS, PlanRow, weighted_reward
 
-_NOT_FULL = (
-    "a batch is not full after `max_rounds` further rounds, or the dataset has no other prompts; it trains what there "
-    "is (metric dynamic_sampling/filled). Raise `max_rounds` or `refill`, or choose prompts of medium difficulty."
-)
-
 
 class DynamicSampling(Method):
     """Fills a batch with groups whose rewards differ, and generates for further prompts until it is full.
 
     A batch of P prompts has groups with rewards r_1 .. r_G, the weighted sum of the reward functions:
 
-        round 0    all rollouts of the P prompts are made; a group has signal if max r > min r
+        round 0    all rollouts of the P prompts are made; a group has signal if max r > min r, or, with
+                   `success_threshold`, if some r reach it and others do not
         round t    with m groups of signal so far: ceil(refill (P - m)) other prompts, drawn at random from the dataset
         until      m >= P, or max_rounds further rounds were made
         train      the first P groups with signal; all others leave before the advantages
@@ -49,6 +45,7 @@ class DynamicSampling(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         max_rounds: int = param(9, "most further rounds of a batch", ge=1, lt=MAX_ROUNDS)
+        success_threshold: float | None = param(None, "lowest reward of a success; none: any two rewards that differ")
         refill: float = param(1.0, "new groups per missing group in a further round", ge=1, le=16)
 
     def start(self, run: Run) -> None:
@@ -61,7 +58,7 @@ class DynamicSampling(Method):
             return plan.replace(rows=tuple(spare))
         own = [g for g in plan.so_far if g.row.mark(self.name) is not None]
         wanted = sum(g.row.mark(self.name) == 0 for g in own)
-        missing = wanted - sum(len(set(g.rewards[~g.rewards.isnan()].tolist())) > 1 for g in own)
+        missing = wanted - sum(len(set(self._outcome(g.rewards[~g.rewards.isnan()]).tolist())) > 1 for g in own)
         if plan.round > self.params.max_rounds or missing <= 0:
             return None
         taken = {g.row.prompt_index for g in plan.so_far}
@@ -73,19 +70,25 @@ class DynamicSampling(Method):
     def select(self, rollouts: Rollouts) -> Tensor:
         groups, marks = rollouts.groups, rollouts.marks(self.name)
         number = groups.max(torch.tensor([-1 if mark is None else mark for mark in marks], dtype=torch.float64))
-        reward = torch.where(rollouts.kept, weighted_reward(rollouts.rewards, rollouts.reward_weights), torch.nan)
+        reward = weighted_reward(rollouts.rewards, rollouts.reward_weights)
+        outcome = torch.where(rollouts.kept & ~reward.isnan(), self._outcome(reward), torch.nan)
         own, wanted = number >= 0, int((number == 0).sum())
-        signal = own & (groups.max(reward) > groups.min(reward))
+        signal = own & (groups.max(outcome) > groups.min(outcome))
         keep = signal & (torch.cumsum(signal, 0) <= wanted)
         if wanted:
             filled, trained = int(keep.sum()) / wanted, groups.size[keep].sum()
             self.log("rounds", 1 + number.max())
             self.log("signal", signal[own].double().mean())
             self.log("filled", filled)
-            self.log("rollouts_per_row", groups.size[own].sum() / trained, weight=trained)
+            self.log("rollouts_per_row", groups.size[own].sum() / trained.clamp(min=1), weight=trained)
             if filled < 1:
-                self.warn(_NOT_FULL)
+                self.warn("a batch is not full (metric dynamic_sampling/filled). Raise `max_rounds` or `refill`.")
         return groups.rows(keep | ~own)
+
+    def _outcome(self, reward: Tensor) -> Tensor:
+        """What must differ in a group: rewards, or 1 and 0 for success and failure."""
+        lowest = self.params.success_threshold
+        return reward if lowest is None else (reward >= lowest).double()
 
     def _others(self, taken: set[int], n: int, plan: Plan) -> list[int]:
         """n prompts of the dataset that this batch has not had yet; fewer if there are no more."""

@@ -98,6 +98,13 @@ def test_further_prompts_are_the_same_after_a_resume_and_others_with_another_see
     assert asked(0) == asked(0) != asked(1) and len(asked(0)) == 3 and min(asked(0)) > 2
 
 
+def test_a_threshold_asks_for_successes_and_failures():
+    """Graded rewards nearly always differ."""
+    stack = begin(success_threshold=1.0)
+    rounds, rollouts = batch(stack, lambda p, k: k / 10 + float(p > 2 and k == 0))
+    assert len(rounds) == 2 and one_step(stack, rollouts, budget=12).trained.tolist() == [False] * 12 + [True] * 12
+
+
 def test_given_groups_are_neither_judged_nor_refilled():
     stack = begin()
     rounds, rollouts = batch(stack, lambda p, k: 1.0 if p == 2 else float(k == 0), given=1)

@@ -54,10 +54,12 @@ def check_dars(decision: Any, n_first: int, n_max: int, threshold: float = 0.5) 
     return sum(asked.values()), sum(given.values())
 
 
-def check_dynamic_sampling(decision: Any) -> float:
-    """The first 8 groups with unequal rewards are trained, of 8 and as many further prompts as they need; rollouts made
-    per row trained."""
+def check_dynamic_sampling(decision: Any, threshold: float | None = None) -> float:
+    """The first 8 groups with unequal rewards, or with successes and failures, are trained, of 8 and as many further
+    prompts as they need; rollouts made per row trained."""
     rewards = rewards_of(decision)
+    if threshold is not None:
+        rewards = {g: [float(x >= threshold) for x in xs] for g, xs in rewards.items()}
     signal = [g for g, xs in rewards.items() if min(xs) < max(xs)]
     prompts = decision.rollouts.prompt_index[decision.rollouts.rollout == 0].tolist()
     assert len(set(prompts)) == len(prompts) == len(rewards) > 8 and len(signal) >= 8
