@@ -359,6 +359,12 @@ def ink_at_an_edge(file: Path) -> list[str]:
     return [name for name, edge in edges.items() if np.abs(edge - pixels[0, 0]).max() > 8]
 
 
+def test_no_figure_of_the_pages_is_cut_off():
+    folders = [ROOT / "docs" / "figures" / name for name in ("bench", "evidence")]
+    found = [file for folder in folders for file in folder.glob("*.png") if not file.stem.endswith("-dark")]
+    assert len(found) > 80 and {file.name: edges for file in found if (edges := ink_at_an_edge(file))} == {}
+
+
 # ---- real runs
 
 
