@@ -85,7 +85,7 @@ def _once(*edges: Tensor) -> RowSet:
     return RowSet(found[times % 2 == 1])
 
 
-def shuffled(seed: int | Sequence[int], size: int) -> Any:
+def shuffled(seed: int | Sequence[int] | np.random.Generator, size: int) -> Any:
     """A permutation of 0..size-1, to be asked for the number at a place: `shuffled(seed, size)[place]`.
 
     Up to 2^20 numbers it is numpy's `permutation`. That takes 0.4 s for 10^7; above, a number is made where it is
@@ -95,8 +95,8 @@ def shuffled(seed: int | Sequence[int], size: int) -> Any:
 
 
 class _Feistel:
-    def __init__(self, seed: int | Sequence[int], size: int) -> None:
-        self._size, self._key = size, repr(seed).encode()
+    def __init__(self, seed: Any, size: int) -> None:
+        self._size, self._key = size, np.random.default_rng(seed).bytes(32)
         self._bits = ((size - 1).bit_length() + 1) // 2
 
     def __getitem__(self, place: int) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rl_plugins import ConfigError, Groups, Method, MethodError, MethodParams, from_params, param
 from rl_plugins.core.rollouts import Plan, PlanRow, PromptPool, Rollouts, Run, Tokens, weighted_reward
+from rl_plugins.kit.row_sets import RowSet, shuffled
 from rl_plugins.methods.dots.files import embeddings_of, load_adapter
 from rl_plugins.methods.dots.predictor import Predictor, draw, selection_logits
 
@@ -127,9 +128,9 @@ class Dots(Method):
         """The prompts that the host proposes, and any others where they are too few."""
         chosen = [i for i in pool.proposal if i not in pool.taken][:n]
         if len(chosen) < n:
-            without = {*pool.taken, *chosen}
-            free = [i for i in range(pool.size) if i not in without]
-            chosen += self.rng("host").permutation(free)[: n - len(chosen)].tolist()
+            free = RowSet.range(0, pool.size).toggled(torch.tensor(sorted({*pool.taken, *chosen}), dtype=torch.int64))
+            order = shuffled(self.rng("host"), len(free))
+            chosen += [int(free.at(order[i])) for i in range(min(n - len(chosen), len(free)))]
         return chosen
 
     def plan(self, plan: Plan) -> Plan | None:
