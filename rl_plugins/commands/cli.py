@@ -23,6 +23,7 @@ from rl_plugins.commands.inspect import inspect
 from rl_plugins.commands.list import list_methods
 from rl_plugins.commands.mode_pairs import mode_pairs
 from rl_plugins.commands.new import new
+from rl_plugins.commands.probe import probe
 from rl_plugins.commands.scale import scale
 from rl_plugins.commands.shared.options import LOOK
 from rl_plugins.commands.suggest import suggest
@@ -72,6 +73,7 @@ app.command(context_settings=_OPTIONS_OF_HOST)(audit)
 app.command()(inspect)
 app.command()(demo)
 app.command(context_settings=_OPTIONS_OF_HOST)(compare)
+app.command(context_settings=_OPTIONS_OF_HOST)(probe)
 app.command()(bench)
 app.command()(scale)
 app.command()(export)

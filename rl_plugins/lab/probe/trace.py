@@ -1,0 +1,119 @@
+"""What a trace answers without gradients: recorded rewards and groups, replayed through the real classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from rl_plugins.core.errors import ConfigError, RLPluginsError
+from rl_plugins.lab.probe.answer import BATCHES, Line, quiet, row_figures
+from rl_plugins.lab.probe.candidates import Candidate, Host, every_method, of_host, of_methods
+from rl_plugins.lab.probe.report import print_replay
+from rl_plugins.lab.quality.drive import Driver
+from rl_plugins.lab.viewer.folder import TraceFolder
+from rl_plugins.runtime import registry
+from rl_plugins.tools.gradient_quality.pools import Pool
+
+READ = ("group", "rewards", "raw_reward", "length", "completion", "prompt")
+
+
+def read(run: Path, last: int | None = None) -> tuple[Pool, Host]:
+    """The recorded groups as the prompts of a pool without score functions, and the batch they are of.
+
+    Args:
+        last: newest batches that are read; None: all.
+
+    Raises:
+        ConfigError: there is no trace, or no group in it.
+    """
+    trace = TraceFolder(run, last)
+    groups: list[list[dict[str, Any]]] = []
+    for number in trace.recorded:
+        by: dict[int, list[dict[str, Any]]] = {}
+        for row in trace.table("rollouts", number, READ).to_pylist():
+            by.setdefault(row["group"], []).append(row)
+        groups += by.values()
+    if not groups:
+        raise ConfigError(f"The trace in {trace.path} has no recorded rollouts.")
+    size = Counter(map(len, groups)).most_common(1)[0][0]
+    kept = [g for g in groups if len(g) == size]
+    names = [r["name"] for r in kept[0][0]["rewards"]]
+    rewards = np.array([[[r["value"] for r in row["rewards"]] for row in g] for g in kept], float)
+    raw = np.array([[row["raw_reward"] for row in g] for g in kept], float)
+    flat, whole = rewards.reshape(-1, len(names)), ~np.isnan(rewards).any(-1).ravel()
+    weights = np.linalg.lstsq(flat[whole], raw.ravel()[whole], rcond=None)[0].round(6)  # a trace does not tell them
+    shape = raw.shape
+    pool = Pool(
+        name="The trace",
+        prob=np.full(shape, 1 / size),
+        rewards=rewards,
+        right=raw >= 0.5,
+        score=np.zeros((*shape, 1)),
+        length=np.array([[max(1, row["length"]) for row in g] for g in kept]),
+        reward_names=tuple(names),
+        reward_weights=tuple(weights.tolist()),
+        columns={"prompt": [g[0]["prompt"] for g in kept]},
+        said=np.array([[row["completion"] for row in g] for g in kept], dtype=object),
+    )
+    per_batch = max(1, len(kept) // len(trace.recorded))
+    return pool, Host(size, size * min(per_batch, max(1, len(kept) // 2)))
+
+
+def replay(pool: Pool, host: Host, candidates: Sequence[Candidate]) -> list[Line]:
+    """Of each candidate with its first setting: groups with signal, effective rows, variance of advantages, cost."""
+    lines, first = list[Line](), list[Any]()
+    for candidate in candidates:
+        variant = candidate.settings[0]
+        try:
+            with quiet():
+                driver = Driver(pool, variant, host.rollouts, 0)
+                driver.warm()
+                made = [driver.batch() for _ in range(BATCHES)]
+        except RLPluginsError as e:
+            lines.append(Line(candidate.name, why_not=str(e).splitlines()[0]))
+            continue
+        first = first or made
+        if made is not first and all(
+            np.array_equal(a.advantages, b.advantages, equal_nan=True) for a, b in zip(made, first, strict=True)
+        ):
+            lines.append(Line(candidate.name, why_not="it changed nothing in these groups."))
+            continue
+        signal, effective, spread = np.mean([row_figures(m) for m in made], axis=0)
+        cost = [sum(getattr(m, n) for m in made) / sum(getattr(m, n) for m in first) for n in ("generated", "tokens")]
+        lines.append(
+            Line(
+                candidate.name,
+                generated=cost[0],
+                tokens=cost[1],
+                signal=float(signal),
+                effective=float(effective),
+                spread=float(spread),
+            )
+        )
+    return lines
+
+
+def probe_trace(console: Console, run: Path, methods: Sequence[str], last: int | None, as_json: bool) -> None:
+    """What the trace of a run says without gradients.
+
+    Raises:
+        ConfigError: there is no trace.
+    """
+    pool, host = read(run, last)
+    reward = pool.rewards @ pool.reward_weights
+    names = list(registry.select(list(methods)).classes) or every_method()
+    low, high = float(reward.min()), float(reward.max())
+    lines = replay(pool, host, [*of_host(host), *of_methods(host, names, {}, low, high)])
+    if as_json:
+        print(json.dumps([dataclasses.asdict(line) for line in lines], indent=1))
+        return
+    prompts, each = pool.prob.shape
+    console.print(f"{prompts} recorded groups of {each} rollouts, in batches of {host.rollouts}.", highlight=False)
+    print_replay(console, lines)
