@@ -1,4 +1,4 @@
-"""What a run of `rl-plugins demo --real` showed, kept, and its table in docs/real.md.
+"""Held-out values of the runs of `rl-plugins demo --real`, kept, and their table in docs/real.md.
 
 rl-plugins demo --real --out demo-results && python benchmarks/real_demo.py demo-results
 """
@@ -13,33 +13,33 @@ from typing import Any
 from real_learning import write_on_page
 
 RESULTS = Path(__file__).parent / "real_demo.json"
-KEPT = ("seeds", "budget", "labels", "variants")
+SHOWN = {"eval_rewards/solved/mean": "right answers", "eval_rewards/brief/mean": "brevity"}
 
 
-def table(found: dict[str, Any]) -> str:
-    """Of values before training and after it; of several seeds their means."""
-    variants = found["variants"]
-    lines = ["| | " + " | ".join(variants) + " |", "|---|" + "---|" * len(variants)]
-    for name, label in found["labels"].items():
-        if name.startswith("eval_"):
-            shown = (v["metrics"][name] for v in variants.values())
-            cells = [f"{_mean(m['start']):.3f} -> {_mean(m['end']):.3f}" for m in shown]
-            lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    for name, label in (("steps", "optimizer steps"), ("seconds", "seconds beside other programs")):
-        cells = [f"{_mean(v['costs'][name]):,.0f}" for v in variants.values()]
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    seeds = len(found["seeds"])
-    return "\n".join(lines) + f"\n\nSeeds: {seeds}." + (" One decides nothing." if seeds == 1 else "")
+def read(folder: Path) -> list[dict[str, Any]]:
+    """Evaluations of all runs, those that did not end included."""
+    found = []
+    for log in sorted(folder.glob("runs/*/log.jsonl")):
+        lines = map(json.loads, log.read_text().splitlines())
+        found += [
+            {"run": log.parent.name, "step": line["step"], "of": line["max_steps"], **{k: line[k] for k in SHOWN}}
+            for line in lines
+            if set(SHOWN) <= line.keys()
+        ]
+    return found
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def table(found: list[dict[str, Any]]) -> str:
+    lines = ["| run | step | " + " | ".join(SHOWN.values()) + " |", "|---|---|---|---|"]
+    for row in found:
+        values = " | ".join(f"{row[name]:.3f}" for name in SHOWN)
+        lines.append(f"| {row['run']} | {row['step']} of {row['of']} | {values} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     if len(sys.argv) > 1:
-        summary = json.loads((Path(sys.argv[1]) / "summary.json").read_text())
-        RESULTS.write_text(json.dumps({name: summary[name] for name in KEPT}, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(read(Path(sys.argv[1])), indent=1) + "\n")
     write_on_page("real_demo.py", table(json.loads(RESULTS.read_text())))
 
 

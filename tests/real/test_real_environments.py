@@ -143,7 +143,10 @@ def test_gigpo_acts_in_all_of_them_in_verl(tmp_path, games):
             rows.append({**made, "extra_info": {"kind": name, **columns}, "reward_model": {"ground_truth": ""}})
     file = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    for part in (build_model(0), build_tokenizer()):  # not trained: it answers one question in many ways
+        part.save_pretrained(tmp_path / "policy")
     options = [
+        f"actor_rollout_ref.model.path={tmp_path / 'policy'}",
         *(f"data.{name}_files={file}" for name in ("train", "val")),
         "data.shuffle=False",
         "data.max_prompt_length=30",

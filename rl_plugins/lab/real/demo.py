@@ -93,7 +93,7 @@ class Measured:
         return (self.start + steps * self.step + 3 * self.evaluation) / 60
 
 
-MEASURED = Measured(15, 15, 25, 3.9, 0.54, 0.05, "a core of a busy server, float32")
+MEASURED = Measured(15, 14.5, 25, 3.9, 0.54, 0.05, "a core of a busy server, float32")
 
 
 def demo_real(methods: Sequence[str], options: RunOptions, long: bool) -> None:
