@@ -13,7 +13,7 @@ from rl_plugins import Method, MethodParams, Rollouts, param
 class Pkpo(Method):
     """Pass@k policy optimization: credits a rollout with what it adds to the best of the subsets that contain it.
 
-    Of the n rewards g_1 <= .. <= g_n of a prompt, over all subsets I of k of them that contain i:
+    Of the n rewards of a prompt in ascending order, g_1 to g_n, over all subsets I of k of them that contain i:
 
         s_i = 1 / C(n, k)  sum_I (max of I - max of I without i)
         A_i = n s_i
@@ -42,7 +42,7 @@ class Pkpo(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        k: int = param(4, "k, rollouts of which the best counts", ge=2)
+        k: int = param(4, "k, number of rollouts whose best one counts", ge=2)
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
         each = rollouts.per_rollout
