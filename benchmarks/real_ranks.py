@@ -1,9 +1,9 @@
-"""The share of a TRL step that is ours, in 1, 2 and 4 real processes, beside TRL's own step time.
+"""The share of a TRL step that is ours, in 1, 2 and 4 real processes: CPU seconds of the driver's process.
 
     python benchmarks/real_ranks.py --processes 1 2 4
 
-Each process is a gloo rank of one run of the embedded policy with the same rows in all; with more processes than cores
-they wait for each other, which counts in the step and, where it is in an exchange of ours, in `gather`.
+Each process is a gloo rank of one run of the embedded policy with the same rows in all. The time in which they wait for
+each other is not counted: with more processes than cores it says how busy the machine is.
 
 The clock is outside: it wraps functions while a run trains. Parts lie in each other, and a second belongs to the
 innermost one; the time inside TRL's own functions is nobody's. Passes of the model that TRL would not make are a part
@@ -39,7 +39,7 @@ PASSES = "passes"  # of the model, which a method asks for in addition: log-prob
 
 
 class Clock:
-    """Seconds on the wall by part, of functions that are wrapped while it runs.
+    """CPU seconds by part, of functions that are wrapped while it runs.
 
     Attributes:
         spent: part -> seconds since `take`.
@@ -85,7 +85,7 @@ class Clock:
         return found
 
     def _book(self) -> None:
-        now = time.perf_counter()
+        now = time.process_time()
         if self._open and self._open[-1] != HOST:
             self.spent[self._open[-1]] += now - self._since
         self._since = now
@@ -123,10 +123,12 @@ def worker(out: Path, rows: int, steps: int) -> None:
 
     class Steps(TrainerCallback):  # type: ignore[misc]
         def __init__(self, clock: Clock) -> None:
-            self.clock, self.found = clock, list[dict[str, float]]()
+            self.clock, self.found, self.since = clock, list[dict[str, float]](), time.process_time()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            self.found.append(self.clock.take())
+            now = time.process_time()
+            self.found.append({**self.clock.take(), "step": now - self.since})
+            self.since = now
 
     torch.set_num_threads(1)
     ranks, found = int(os.environ.get("WORLD_SIZE", "1")), {}
@@ -136,7 +138,6 @@ def worker(out: Path, rows: int, steps: int) -> None:
             rows // ranks,
             steps * options.get("num_iterations", 1),
             [rewards.digits, rewards.format],
-            logging_steps=1,
             ddp_backend="gloo" if ranks > 1 else None,
             methods=methods,
             **options,
@@ -145,8 +146,7 @@ def worker(out: Path, rows: int, steps: int) -> None:
             steps_seen = Steps(clock)
             trainer.add_callback(steps_seen)
             trainer.train()
-        times = [h["step_time"] for h in trainer.state.log_history if "step_time" in h]
-        logged = [{**x, "step_time": t} for x, t in zip(steps_seen.found, times, strict=True)][2:]  # the first warm up
+        logged = steps_seen.found[2:]  # the first warm up
         names = sorted({n for x in logged for n in x})
         found[arm] = {n: median(x.get(n, 0.0) for x in logged) for n in names}
     if os.environ.get("RANK", "0") == "0":
@@ -177,7 +177,7 @@ def main() -> None:
             subprocess.run(command + own, check=True, env=variables, capture_output=True)
             table[str(ranks)] = json.loads(out.read_text())
         for arm, values in table[str(ranks)].items():
-            step, ours = values["step_time"], {n: v for n, v in values.items() if n != "step_time"}
+            step, ours = values["step"], {n: v for n, v in values.items() if n != "step"}
             total, listed = sum(ours.values()), {n: f"{1000 * v:.1f}" for n, v in ours.items()}
             print(f"{arm:20} {ranks:9} {1000 * step:6.0f}ms {1000 * total:6.1f}ms {total / step:6.1%}   {listed}")
     options.out.write_text(json.dumps({"rows": options.rows, "steps": options.steps, "processes": table}, indent=1))

@@ -51,8 +51,8 @@ ARMS = {
     "gigpo": "turns",
 }
 SIZES = ((256, 14), (1024, 8192), (4096, 8192), (8192, 32768))
-MOST_TOKENS = {"gdpo": 10**9, "reads_tokens": 5 * 10**7, "mssr_shaping": 5 * 10**7}
-"""Above them, and above 10^7 where nothing is said, a case would take more than 6 GB."""
+MOST_TOKENS = 5 * 10**7
+"""More would take a case that reads them above 10 GB."""
 
 
 class ReadsTokens(Method):
@@ -213,14 +213,12 @@ def copied(size: int) -> float:
 
 
 def cases() -> Iterator[dict[str, Any]]:
-    """What is to be measured, with the reason where it is not run."""
+    """What is to be measured."""
     for rows, tokens in SIZES:
         for name in ARMS:
             for host, ranks in (("trl", 1), ("trl", 64), ("trl", 512), ("verl", 0)):
                 case = {"host": host, "method": name, "rows": rows, "tokens": tokens, "ranks": ranks}
-                if rows * tokens > MOST_TOKENS.get(name, 10**7):
-                    yield case | {"not_run": "memory"}
-                elif rows >= ranks:
+                if rows >= ranks and (rows * tokens <= MOST_TOKENS or ARMS[name] == "rows"):
                     yield case
 
 
@@ -258,11 +256,7 @@ def ms(seconds: float | None) -> str:
 def table(found: list[dict[str, Any]]) -> str:
     """Markdown of all cases."""
     heads = ["host", "ranks", "method", "reads", *PARTS, "whole path", "host's own", "ratio", "copies", "peak, GB"]
-    lines, left, known = [], defaultdict[str, list[str]](list), {key(c) for c in found}
-    for case in (c for c in cases() if "not_run" in c or key(c) not in known):
-        rows, tokens, ranks = (case[name] for name in ("rows", "tokens", "ranks"))
-        what = f"{case['host']} `{case['method']}` {rows:,} x {tokens:,}" + (f" at {ranks}" if ranks else "")
-        left[case.get("not_run", "time")].append(what)
+    lines = []
     for rows, tokens in SIZES:
         lines += [
             "",
@@ -272,15 +266,27 @@ def table(found: list[dict[str, Any]]) -> str:
             "|---" * len(heads) + "|",
         ]
         for case in (c for c in found if (c["rows"], c["tokens"]) == (rows, tokens)):
-            if "not_run" in case:
-                continue
             ranks = case["ranks"] or "any"
             whole, own, copy = sum(case[part] for part in PARTS), case.get("host_own"), case.get("copy")
             cells = [case["host"], ranks, f"`{case['method']}`", ARMS[case["method"]], *(ms(case[p]) for p in PARTS)]
             cells += [ms(whole), ms(own), f"{whole / own:.2f}" if own else "-", f"{whole / copy:.1f}" if copy else "-"]
             lines.append(f"| {' | '.join(map(str, [*cells, format(case['peak_gb'], '.1f')]))} |")
-    lines += ["", *(f"Not run for {why}: {'; '.join(which)}." for why, which in sorted(left.items()))]
-    return "\n".join([*lines, ""])
+    rows, tokens = SIZES[-1]
+    took = ", ".join(f"{host} `{name}` {gb:.0f}" for (host, name), gb in too_large(found, rows * tokens).items())
+    return "\n".join(
+        [*lines, "", f"{rows:,} x {tokens:,} with tokens was not run; by the peaks above, in GB: {took}.", ""]
+    )
+
+
+def too_large(found: list[dict[str, Any]], tokens: int) -> dict[tuple[str, str], float]:
+    """Gigabytes that so many tokens would take at the peak, on the line through the two largest batches measured."""
+    peaks = defaultdict[tuple[str, str], dict[int, float]](dict)
+    for case in (c for c in found if ARMS[c["method"]] != "rows"):
+        of = peaks[case["host"], case["method"]]
+        size = case["rows"] * case["tokens"]
+        of[size] = max(of.get(size, 0.0), case["peak_gb"])
+    lines = {which: sorted(of.items())[-2:] for which, of in peaks.items()}
+    return {which: y + (y - x) / (b - a) * (tokens - b) for which, ((a, x), (b, y)) in lines.items()}
 
 
 def write_table(found: list[dict[str, Any]], page: Path) -> None:
@@ -302,8 +308,8 @@ def main(
     known = {key(c): c for c in (json.loads(out.read_text()) if out.exists() and not again else ())}
     one = {"host": host, "method": method, "rows": rows, "tokens": tokens, "ranks": ranks}
     for case in [one] if method else cases():
-        if method or "not_run" in case or key(case) not in known:
-            known[key(case)] = case if "not_run" in case else run(case)
+        if method or key(case) not in known:
+            known[key(case)] = run(case)
             print(known[key(case)], flush=True)
         found = [known[key(c)] for c in cases() if key(c) in known]
         out.write_text(json.dumps(found, indent=1) + "\n")
