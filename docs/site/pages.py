@@ -36,7 +36,7 @@ EVIDENCE = ROOT / "examples" / "evidence"
 
 # Navigation: heading -> pages in this order. A page of docs/ that is named nowhere is added to the last but one.
 NAVIGATION = {
-    "Start": ["choose", "compare", "real", "examples"],
+    "Start": ["choose", "probe", "compare", "real", "examples"],
     "Methods": ["methods", "papers", "open_questions", "evidence"],
     "The bench": ["bench", "quality", "bench/*"],
     "Guides": ["guides/index", "guides/rewards", "guides/environment", "guides/methods", "guides/rollout", "guides/*"],

@@ -163,14 +163,15 @@ def ahead(of: Crossed, than: Crossed, target: str, at: float, folds: Sequence[in
 
 def ratio(of: Crossed, than: Crossed, target: str, at: float, folds: Sequence[int]) -> Interval:
     """Progress of one variant relative to that of another at an equal number of rollouts; negative where the step is
-    harmful."""
+    harmful, NaN where the other makes none."""
 
     def value(f: NDArray[np.int64]) -> float:
-        relative = _root(of, target, f, at) / _root(than, target, f, at)
+        relative = _root(of, target, f, at) / (_root(than, target, f, at) or math.nan)
         return relative * abs(relative)
 
     return jackknife(value, folds)
 
 
 def _root(of: Crossed, target: str, folds: NDArray[np.int64], at: float) -> float:
-    return _pairs(of.along[target], folds) / math.sqrt(of.squared_length(folds, at))
+    length = math.sqrt(of.squared_length(folds, at))
+    return _pairs(of.along[target], folds) / length if length else 0.0
