@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import io
+import itertools
 import json
+import math
 
+import numpy as np
 import pytest
 from messages import raises
 from rich.console import Console
@@ -16,10 +20,13 @@ from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Bundle
 from rl_plugins.lab.quality import measure as measured
 from rl_plugins.lab.quality import page
-from rl_plugins.lab.quality.drive import Driver
+from rl_plugins.lab.quality.drive import Driver, QualityVariant
 from rl_plugins.lab.quality.measure import Job, jobs, read, run
 from rl_plugins.lab.quality.session import session
-from rl_plugins.lab.quality.variants import ABSENT, variants_of
+from rl_plugins.lab.quality.summary import replication, spread
+from rl_plugins.lab.quality.train import ABOUT as TRAINED_ABOUT
+from rl_plugins.lab.quality.train import TRAINED, deceptive, train
+from rl_plugins.lab.quality.variants import ABSENT, TRAINING, variants_of
 from rl_plugins.lab.quality.worlds import ABOUT, WORLDS
 from rl_plugins.lab.quality.worlds.masked import masked
 from rl_plugins.lab.quality.worlds.processes import agents, sequences, team
@@ -39,10 +46,11 @@ SMALL = {
 
 def test_every_method_acts_in_a_world_or_has_a_reason():
     names = {n for n in registry.all_names() if not isinstance(registry.load(n), Bundle)}
-    acting = {m for name, make in SMALL.items() for v in variants_of(name, make(), 32) for m in v.methods}
+    variants = [v for name, make in SMALL.items() for v in variants_of(name, make(), 32)]
+    acting = {m for v in [*variants, *itertools.chain(*TRAINING.values())] for m in v.methods}
     assert acting | set(ABSENT) == names
     assert not acting & set(ABSENT)
-    assert set(ABOUT) == set(WORLDS)
+    assert set(ABOUT) == set(WORLDS) and set(TRAINED_ABOUT) == set(TRAINED) == set(TRAINING)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -58,6 +66,32 @@ def test_every_variant_makes_a_gradient_in_its_world(name):
         made = [driver.batch() for _ in range(2)]
         assert any((m.gradient != 0).any() and m.signal for m in made), variant.label
         assert made[0].generated >= 24
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_variant_of_many_steps_moves_the_policy(name):
+    world = TRAINED[name]()
+    for variant in TRAINING[name]:
+        reward, generated = train(world, variant, 1.0, 0, 2, 64)
+        assert reward != pytest.approx(world.pass_rate.mean(), abs=1e-6) and generated >= 64, variant.label
+
+
+def test_a_bonus_adds_its_own_terms_and_leaves_the_mean_of_the_host():
+    """The term of epo is a sum over turns with weights of its own: a small one changes GRPO's gradient by little, and
+    what it adds has the direction of the exact gradient of the mean entropy."""
+    flat = deceptive()  # where every entropy is the largest
+    world = dataclasses.replace(flat, thetas=np.random.default_rng(0).normal(size=flat.thetas.shape))
+    made = {}
+    for coefficient in (1e-9, 1e-6, 1.0):
+        variant = QualityVariant("epo", {"epo": {"entropy_coeff": coefficient, "smooth_coeff": 0.0}})
+        made[coefficient] = Driver(world, variant, 64, 0).batch().gradient
+    np.testing.assert_allclose(made[1e-6], made[1e-9], atol=1e-5)
+    step = np.zeros_like(world.thetas[-1])
+    step[0] = 1e-5  # the logit of the first action in the first state
+    ends = [dataclasses.replace(world, thetas=world.thetas + s * step).entropies[0] for s in (1, -1)]
+    assert world.entropy_scores[0, 0] == pytest.approx((ends[0] - ends[1]) / 2e-5, abs=1e-8)
+    added = made[1.0] - made[1e-9]
+    assert added @ world.entropy_scores.mean(0) > 0
 
 
 def test_a_measurement_goes_on_where_it_ended(tmp_path, monkeypatch):
@@ -107,9 +141,9 @@ def test_a_session_keeps_records_summary_and_figures_and_goes_on(tmp_path, monke
     assert [json.loads(line) for line in raw] == records and len(records) == 8
     assert told["seeds"] == 2 and told["batches"] == {"32": 6, "64": 6}
     (place,) = (p for p in told["places"] if p["variant"] == "vade" and p["rollouts"] == 64)
-    values = [r["progress"]["pass@1"][0] for r in records if r["variant"] == "vade" and r["rollouts"] == 64]
-    assert place["progress"]["pass@1"][0] == pytest.approx(sum(values) / 2, rel=0.01)
-    half = 12.7062 * abs(values[0] - values[1]) / 2  # Student's t of two values
+    found = [r["progress"]["pass@1"] for r in records if r["variant"] == "vade" and r["rollouts"] == 64]
+    assert place["progress"]["pass@1"][0] == pytest.approx((found[0][0] + found[1][0]) / 2, rel=0.01)
+    half = told["spread"]["progress"] * math.hypot(found[0][1], found[1][1]) / 2
     assert place["progress"]["pass@1"][2] - place["progress"]["pass@1"][0] == pytest.approx(half, rel=0.02)
     assert {f.name for f in (root / "docs/figures/quality").iterdir()} == {"binary.png", "binary-dark.png"}
     text = console.file.getvalue()
@@ -118,6 +152,24 @@ def test_a_session_keeps_records_summary_and_figures_and_goes_on(tmp_path, monke
     assert "0 of 8 records to make" in console.file.getvalue()
     with raises(ConfigError, "acts in no world"):
         session(console, ["aepo_rollout"], ["binary"], 2, 1, out, sizes=sizes)
+
+
+def test_intervals_are_as_wide_as_worlds_differ():
+    rng = np.random.default_rng(0)
+    errors = rng.uniform(0.1, 1, size=(4000, 2))
+    values = 2 + rng.normal(size=(4000, 2)) * errors * 1.5  # half as much again as the batches say
+    pairs = [(a, e, b, f) for (a, b), (e, f) in zip(values.tolist(), errors.tolist(), strict=True)]
+    assert spread(pairs) == pytest.approx(1.5 * 1.96, rel=0.05) and spread([]) == 1.96
+    told = replication(pairs)
+    assert told["figures"] == 4000 and told["agree"] / 4000 == pytest.approx(
+        math.erf(1.96 / 1.5 / math.sqrt(2)), abs=0.03
+    )
+    assert replication([(1.5, 0.1, 1.1, 9.0), (0.5, 0.1, 1.1, 9.0), (1.1, 0.1, 0.2, 0.1)]) == {
+        "figures": 3,
+        "agree": 2,
+        "clear": 2,
+        "same": 1,
+    }
 
 
 def place(progress, direction, noise, ratio, **more):

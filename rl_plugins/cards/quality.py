@@ -50,7 +50,17 @@ def lines_of(told: Mapping[str, Any], method: str) -> list[str]:
             lines.append(f"{world}, {variant}: {sentence(made, by[world, BASELINE], targets_of(world))}")
         else:
             lines.append(f"{world}, {variant}: refused. {sizes[min(sizes)]['refused']}")
-    return lines
+    return lines + [f"{t['world']}, {t['variant']}: {trained(t)}." for t in told["trainings"] if method in t["methods"]]
+
+
+def trained(told: Mapping[str, Any]) -> str:
+    """What a run of many steps gave."""
+    mean, low, high = told["reward"]
+    said = f"after training a mean reward of {mean:.3f} ({low:.3f} to {high:.3f})"
+    if "difference" not in told:
+        return said
+    mean, low, high = told["difference"]
+    return f"{said}, {mean:+.3f} to GRPO ({low:+.3f} to {high:+.3f})"
 
 
 def sentence(sizes: Mapping[int, Any], base: Mapping[int, Any], targets: Sequence[str]) -> str:

@@ -17,12 +17,13 @@ from rl_plugins.core.files import claim
 from rl_plugins.lab.quality import page
 from rl_plugins.lab.quality.measure import SIZES, jobs, read, run
 from rl_plugins.lab.quality.summary import summary, write
+from rl_plugins.lab.quality.train import TRAINED
 from rl_plugins.lab.quality.variants import ABSENT, BASELINE
 from rl_plugins.lab.quality.worlds import WORLDS
 from rl_plugins.runtime import registry
 
 RAW = "benchmarks/quality/records.jsonl.gz"
-SECONDS = 4  # of a core, for a record
+SECONDS = 0.4  # of a core, for a record; runs of many steps take half a minute
 
 
 def session(
@@ -49,7 +50,7 @@ def session(
     parts = list(registry.select(list(methods)).classes)
     if absent := [name for name in parts if name in ABSENT]:
         raise ConfigError(f"`{absent[0]}` acts in no world. Reason: {ABSENT[absent[0]]}. Leave it out.")
-    file, wanted = out / "quality.jsonl", jobs(worlds or list(WORLDS), parts, range(seeds), sizes)
+    file, wanted = out / "quality.jsonl", jobs(worlds or [*WORLDS, *TRAINED], parts, range(seeds), sizes)
     missing = [job for job in wanted if job.key not in read(file)]
     if dry_run:
         minutes = len(missing) * SECONDS / 60 / at_a_time
@@ -62,7 +63,7 @@ def session(
     keys = {job.key for job in wanted}
     found = [record for key, record in read(file).items() if key in keys]
     told = summary(found)
-    for name in parts or sorted({m for p in told["places"] for m in p["methods"]}):
+    for name in parts or sorted({m for p in [*told["places"], *told["trainings"]] for m in p["methods"]}):
         console.print(f"\n{name}", highlight=False)
         for line in lines_of(told, name):
             console.print(f"- {line}", highlight=False)

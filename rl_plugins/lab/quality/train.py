@@ -14,8 +14,8 @@ from rl_plugins.lab.quality.worlds.chain import Chain
 from rl_plugins.lab.quality.worlds.tables import table
 
 RATES = (0.5, 1.5, 5.0, 15.0, 50.0)
-CHOOSING, MEASURED = 4, 46  # seeds that choose the rate, and those that are reported
-STEPS, TRAINED_ROLLOUTS = 80, 64
+CHOOSING, MEASURED = 2, 48  # seeds that choose the rate, and those that are reported
+STEPS, TRAINED_ROLLOUTS = 60, 64
 
 
 def train(

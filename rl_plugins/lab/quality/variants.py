@@ -166,7 +166,7 @@ MASKED = [
 PLAIN_BONUS: dict[str, Any] = dict(smooth_coeff=0.0, average="host", entropy_coeff=0.03)
 TRAINING: Mapping[str, list[QualityVariant]] = {  # of many steps
     "deceptive": [
-        *(v for v in HOST if v.label in (BASELINE, "grpo, 4 rollouts", "grpo, 16 rollouts", "dr_grpo")),
+        *(v for v in HOST if v.label in (BASELINE, "grpo, 16 rollouts", "dr_grpo")),
         _one("epo"),
         _one("epo", "coefficient 0.03", entropy_coeff=0.03),
         _one("epo", "plain bonus of 0.03", **PLAIN_BONUS),
@@ -176,7 +176,6 @@ TRAINING: Mapping[str, list[QualityVariant]] = {  # of many steps
         _one("echo_shaping"),
         _one("mssr_shaping"),
         _one("dars", "hardness-weighted", n_first=4, schedule="hw"),
-        _one("brorl", "16 rollouts", ramp=[[0, 16]]),
     ],
     "curriculum": [
         QualityVariant(BASELINE),
@@ -184,11 +183,9 @@ TRAINING: Mapping[str, list[QualityVariant]] = {  # of many steps
         _one("difficulty_slices"),
         _one("linear_ts", column="domain", draws=4),
         _one("dots", embeddings=f"{TABLES}embeddings", references=64),
-        _one("drive", sizes=[1.0, 0.5, 0.25], batches=[27, 27]),
+        _one("drive", sizes=[1.0, 0.5, 0.25], batches=[20, 20]),
         _one("gdro_prompt"),
-        _one("gdro_rollout"),
         _one("mssr_prompts", rho=0.9),
-        _one("mssr_baseline", rho=0.9),
         _one("dynamic_sampling"),
         _one("dars", "hardness-weighted", n_first=4, schedule="hw"),
         _one("max_rl"),

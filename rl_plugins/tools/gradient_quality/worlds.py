@@ -63,6 +63,7 @@ class ExactWorld(ABC):
         max_length: tokens of the longest answer.
         columns: of the dataset, (prompts,) each.
         entropies, sum_squared_probs: (pieces,) of the distribution that a token is of; None where a piece is a row.
+        entropy_scores: (pieces, dims) gradients of the entropies; None where they are not known.
         old: policy of the old log-probs, unless a method asks for another: the one that is trained, or that sampled.
         is_tree: answers are texts of letters whose probabilities are known one by one, so programs can be served.
     """
@@ -78,6 +79,7 @@ class ExactWorld(ABC):
     sum_squared_probs: Array | None
     old: str
     is_tree: bool = False
+    entropy_scores: Array | None = None
 
     @property
     @abstractmethod

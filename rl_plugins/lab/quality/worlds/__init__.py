@@ -47,6 +47,12 @@ def is_pool(name: str) -> bool:
     return name.endswith((".npz", ".parquet"))
 
 
+def shown(name: str) -> str:
+    """The name on pages: that of a pool says its file, or its folder and step."""
+    path = Path(name)
+    return path.stem.replace("rollouts", path.parent.name) if is_pool(name) else name
+
+
 def world_of(name: str, seed: int, rollouts: int = 0) -> ExactWorld:
     """A world by its name, or a pool by its path.
 
