@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from typing import Any
+
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 from rl_plugins.kit import row_sets
 from rl_plugins.kit.row_sets import RowSet, shuffled
+from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.stack import build_stack
+from rl_plugins.testing import make_rollouts, make_run, one_step
 
 SIZE = 24
 ROWS = st.sets(st.integers(0, SIZE - 1))
@@ -53,3 +62,31 @@ def test_orders_of_large_datasets_are_shuffled_by_their_seed() -> None:
     assert abs(x.mean() - 0.5) < 4 / np.sqrt(12 * asked), "alike over the dataset"
     assert abs(np.corrcoef(x[1:], x[:-1])[0, 1]) < 4 / np.sqrt(asked), "neighbours have nothing in common"
     assert abs(np.corrcoef(x, other)[0, 1]) < 4 / np.sqrt(asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("drive", {"sizes": [1, 0.5], "batches": [1]}),
+        ("difficulty_slices", {"refresh": 1}),
+        ("linear_ts", {"column": "domain"}),
+    ],
+)
+def test_a_batch_makes_nothing_as_large_as_the_dataset(name: str, params: dict[str, Any]) -> None:
+    """Where a phase begins, prompts are sorted or an arm is asked for the first time: no array of numpy or torch in it
+    has two bytes for every prompt."""
+    size = 2**22
+    domain = pa.DictionaryArray.from_arrays(pa.array(np.arange(size) % 2), ["a", "b"]).dictionary_decode()
+    data = Dataset(pa.table({"domain": domain}))
+    stack = build_stack([name], {name: params})
+    stack.start(make_run(dataset_size=size, dataset=data, columns=("domain",), total_batches=9))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as torch_made:
+        tracemalloc.start()
+        for _ in range(2):
+            prompts = [r.prompt_index for r in first_plan(stack, range(4), 4, 16, size, data).rows for _ in range(r.n)]
+            meta = {"domain": ["ab"[i % 2] for i in prompts]}
+            one_step(stack, make_rollouts([1.0, 0, 0, 0] * 4, prompt_index=prompts, batch=stack.batch, meta=meta))
+        numpy_made = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert len(set(prompts)) == 4
+    assert max(numpy_made, *(event.cpu_memory_usage for event in torch_made.key_averages())) < 2 * size
