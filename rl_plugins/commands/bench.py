@@ -33,7 +33,7 @@ def bench(
     ] = False,
     quality: Annotated[
         bool,
-        typer.Option("--quality", help="Measure gradients in small exact worlds, which are the tasks; train nothing."),
+        typer.Option("--quality", help="Measure gradients in small exact worlds, which are the tasks."),
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder of the runs and the raw results.")] = Path("bench-results"),
     against: Annotated[Path | None, typer.Option(help="Folder of other raw results to compare with.")] = None,

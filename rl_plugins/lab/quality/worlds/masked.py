@@ -124,10 +124,10 @@ class Masked(ExactWorld):
         return ["".join("ab."[t] for t in row).split(".")[0] for row in (answers.piece % MASK).tolist()]
 
 
-def masked(seed: int, prompts: int = 512, dims: int = 16) -> Masked:
+def masked(seed: int, prompts: int = 128, dims: int = 16) -> Masked:
     """Two places decide, ends are likely while much is masked, and good choices share what a skill teaches."""
     rng = np.random.default_rng([seed, 4])
-    prompts = min(prompts, 512)  # each has 3,072 choices of a token
+    prompts = min(prompts, 128)  # each has 3,072 choices of a token
     shape = (prompts, len(EVERY), LENGTH, MASK)
     wanted = rng.integers(2, size=(prompts, 2))
     offset = rng.normal(size=shape) * 0.7
