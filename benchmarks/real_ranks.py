@@ -168,7 +168,6 @@ def main() -> None:
         return
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     table = {}
-    print(f"{'arm':20} {'processes':>9} {'step':>8} {'ours':>8} {'share':>7}   parts")
     for ranks in options.processes:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "found.json"
@@ -176,11 +175,27 @@ def main() -> None:
             own = [__file__, "--worker", str(out), "--rows", str(options.rows), "--steps", str(options.steps)]
             subprocess.run(command + own, check=True, env=variables, capture_output=True)
             table[str(ranks)] = json.loads(out.read_text())
-        for arm, values in table[str(ranks)].items():
-            step, ours = values["step"], {n: v for n, v in values.items() if n != "step"}
-            total, listed = sum(ours.values()), {n: f"{1000 * v:.1f}" for n, v in ours.items()}
-            print(f"{arm:20} {ranks:9} {1000 * step:6.0f}ms {1000 * total:6.1f}ms {total / step:6.1%}   {listed}")
+        print("\n".join(lines(table)), flush=True)
     options.out.write_text(json.dumps({"rows": options.rows, "steps": options.steps, "processes": table}, indent=1))
+    page, (begin, end) = Path(__file__).with_name("README.md"), MARKS
+    before, rest = page.read_text().split(begin)
+    page.write_text(before + "\n".join([begin, *lines(table), end]) + rest.split(end)[1])
+
+
+MARKS = ("<!-- made by real_ranks.py: begin -->", "<!-- made by real_ranks.py: end -->")
+
+
+def lines(table: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+    """Markdown of what was found, by number of processes and arm."""
+    kinds = ("step", "driver", "gather", "update", PASSES)
+    found = ["| processes | methods | step, ms | driver | exchanges | update | further passes | ours without passes |"]
+    found.append("|---" * 8 + "|")
+    for ranks, arms in table.items():
+        for arm, values in arms.items():
+            ours = sum(values.get(kind, 0.0) for kind in ("driver", "gather", "update"))
+            cells = [f"{1000 * values.get(kind, 0.0):.{1 if kind != 'step' else 0}f}" for kind in kinds]
+            found.append(f"| {ranks} | {arm} | {' | '.join(cells)} | {ours / values['step']:.1%} |")
+    return found
 
 
 if __name__ == "__main__":
