@@ -275,14 +275,16 @@ class Driver:
             return np.zeros(self.world.scores.shape[1])
         terms, scale = self._terms(decision, answers, take)
         stack = self.stack
-        own, host = update.regularizer(stack, terms), TRL_AGGREGATION[self.loss]
+        own, parts = update.regularizer(stack, terms), list[Tensor]()
         if stack.claims["policy_loss"]:
-            surrogate, loss = update.surrogate(stack, terms), 0.0
+            surrogate = update.surrogate(stack, terms)
             own = surrogate if own is None else own + surrogate
         else:
-            loss = _mean(self._host_loss(terms), terms, host)
+            parts.append(self._mean(self._host_loss(terms), terms))
         if own is not None:
-            loss = loss + _mean(own, terms, "sum" if stack.aggregation == "sum" else host)
+            adds_up = stack.aggregation == "sum"
+            parts.append(update.masked_sum(own, terms.mask) if adds_up else self._mean(own, terms))
+        loss = torch.stack(parts).sum()
         stack.metrics.take()
         mask, piece = (terms.mask > 0).numpy(), answers.piece[take]
         leaves = [terms.logprobs] if terms.entropies is None else [terms.logprobs, terms.entropies]
@@ -348,6 +350,17 @@ class Driver:
         )
         return terms, asked.lr_scale
 
+    def _mean(self, per_token: Tensor, terms: Terms) -> Tensor:
+        """Of a loss, as the host takes it."""
+        return aggregate(
+            per_token,
+            terms.mask,
+            TRL_AGGREGATION[self.loss],
+            num_tokens=terms.num_tokens,
+            num_rows=terms.num_rows,
+            max_length=terms.max_length,
+        )
+
     def _entropies(self, piece: NDArray[np.int64]) -> Tensor | None:
         if "current_entropies" not in self.stack.needs:
             return None
@@ -362,14 +375,6 @@ class Driver:
             assert terms.rollout_logprobs is not None
             advantages = advantages * torch.exp(old - terms.rollout_logprobs).clamp(max=TIS_MAX)
         return ppo_clip(now, old, advantages, CLIP, CLIP)
-
-
-def _mean(per_token: Tensor, terms: Terms, how: str) -> Tensor:
-    """Of a loss, as the host or a method aggregates it."""
-    if how == "sum":
-        return update.masked_sum(per_token, terms.mask)
-    sizes = dict(num_tokens=terms.num_tokens, num_rows=terms.num_rows, max_length=terms.max_length)
-    return aggregate(per_token, terms.mask, how, **sizes)
 
 
 def _numbers(rows: list[PlanRow], name: str) -> NDArray[np.int64]:

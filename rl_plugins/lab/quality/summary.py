@@ -58,7 +58,7 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
             places.append({**place, "refused": refused})
             continue
         base = by.get((world, BASELINE, rollouts), {})
-        places.append({**place, **_figures(found, base, wide)})
+        places.append({**place, **_figures(found, {} if variant == BASELINE else base, wide)})
     return {
         "seeds": len({r["seed"] for r in every}),
         "batches": {
