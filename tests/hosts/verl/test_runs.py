@@ -7,6 +7,7 @@ optimizer step is compared with plain transformers and torch on the rows that we
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -30,12 +31,14 @@ from sampler_checks import (
     centered,
     check_brorl,
     check_dars,
+    check_dynamic_sampling,
     check_xrpo_phases,
     deviation,
     rewards_of,
 )
 
 from rl_plugins.core.groups import Groups
+from rl_plugins.lab.demo.judges import meets
 from rl_plugins.lab.demo.policy import build_tokenizer
 from rl_plugins.lab.demo.tasks import build_rows
 from rl_plugins.lab.demo.verl_data import SOURCE
@@ -90,6 +93,13 @@ SAMPLER_PARAMS = [
     f"drive.batches=[{len(PLACES + SAMPLERS) - 1}]",  # the second phase begins with its second batch
     "drive.rollouts=[8,16]",
     "drive.max_tokens=[14,6]",
+    "dynamic_sampling.success_threshold=1.0",
+    "clip_cov.ratio=0.1",
+    "clip_cov.low=0.1",
+    "rubric.judge='rl_plugins.lab.demo.judges:meets'",
+    "rubric.criteria=['2: right','1: careful']",
+    "overlong.buffer=6",
+    "overlong.penalty=0.5",
 ]
 # Methods whose objective has tests of its own; here it is seen that they act in the real trainer.
 FURTHER = ["drpo", "d3s", "mssr_baseline+mssr_shaping", "v0_5", "v0", "brpo", "fapo"]
@@ -98,7 +108,10 @@ SETS = ["ps_grpo+watch"]
 SLICES = ["difficulty_slices+watch"]
 AUDIT = ["reward_audit"]
 POOL = ["sol_rl_select+sol_rl_advantages"]
-ALL = PLACES + SAMPLERS + FURTHER + SWARM + SETS + SLICES + AUDIT + POOL
+# What users of the hosts ask for most.
+FILLED = "dynamic_sampling+max_rl+clip_cov+dppo+watch"
+FILTERED = "rubric+overlong+gfpo+variance_filter+pkpo+watch"
+ALL = PLACES + SAMPLERS + FURTHER + SWARM + SETS + SLICES + AUDIT + POOL + [FILLED, FILTERED]
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +184,8 @@ def test_a_setting_trains_what_it_planned(carousel: Run, number: int) -> None:
     logged, step = carousel.metrics(number + 1), carousel.steps()[number]
     d, plan, decided = step["decision"], carousel.of("plan")[number], carousel.of("decided")[number]
     assert step["names"] == ALL[number].split("+") and plan["step"] == decided["step"] == number + 1
-    assert sorted(set(plan["prompts"])) == sorted(set(decided["prompts"]))
+    more = set(decided["prompts"]) - set(plan["prompts"])  # of later rounds
+    assert set(plan["prompts"]) <= set(decided["prompts"]) and bool(more) == (ALL[number] == FILLED)
     assert logged["rl_plugins/rows_generated"] == len(d.rollouts)
     assert logged["rl_plugins/rows_trained"] == int(d.trained.sum())
     if bool(d.stays.any()):  # of a batch that left whole verl keeps one row
@@ -614,6 +628,44 @@ def test_swarm_sapo_trains_groups_of_another_node_as_they_were_sent(carousel: Ru
     first = rollouts.text[:SAMPLES]
     assert len(published) == 4 and published[0]["completions"] == first
     assert set(published[0]["columns"]) == set(sent[0]["columns"])
+
+
+def test_dynamic_sampling_fills_a_batch_with_groups_that_have_signal(carousel: Run) -> None:
+    """Beside an estimator, tokens without advantage and a loss of other methods."""
+    d, tokens, logged = sampler(carousel, "dynamic_sampling")
+    assert logged["dynamic_sampling/rollouts_per_row"] == pytest.approx(check_dynamic_sampling(d, 1.0))
+    assert logged["dynamic_sampling/filled"] == 1.0
+    r, left = d.rollouts, d.trained[tokens.row]
+    mean = r.groups.rows(r.groups.mean(r.reward))
+    given, expected = d.advantages[left], ((r.reward - mean) / (mean + 1e-6))[tokens.row][left]
+    zeroed = (given - expected).abs() > 1e-6
+    assert logged["clip_cov/chosen"] == int(zeroed.sum()) == int(0.1 * int(left.sum())) and not given[zeroed].any()
+    assert logged["actor/dppo/left_out"] == 0 and 0 <= logged["actor/dppo/divergence"] < 1e-4, "on-policy"
+
+
+def test_filters_keep_short_rollouts_of_groups_with_spread_and_judge_by_criteria(carousel: Run) -> None:
+    d, _, logged = sampler(carousel, "rubric")
+    r, prompts = d.rollouts, [prompt[0]["content"] for prompt in d.rollouts.meta["prompt"]]
+    longest = int(r.length.max())
+    assert r.groups.size.tolist() == [2 * SAMPLES] * PROMPTS and logged["rubric/questions"] == 2 * len(r)
+    for text, task, reward, length in zip(r.text, prompts, r.reward.tolist(), r.length.tolist(), strict=True):
+        judged = (2 * meets(task, "right", text) + meets(task, "careful", text)) / 3
+        assert reward == pytest.approx(judged - 0.5 * min(max(length - (longest - 6), 0) / 6, 1))
+    assert logged["overlong/punished"] > 0 and not bool((d.trained & r.truncated).any())
+    efficiency = (r.reward / r.length).tolist()
+    for group in range(PROMPTS):
+        rows = (r.group == group).nonzero()[:, 0].tolist()
+        short = sorted(rows, key=lambda i: -efficiency[i])[:SAMPLES]
+        kept = [i for i in rows if r.kept[i]]
+        assert set(kept) in ({*short}, set())
+        for i in (i for i in kept if d.trained[i]):
+            best = [
+                max(r.reward[list(s)]) - max(r.reward[[j for j in s if j != i]])
+                for s in itertools.combinations(kept, 4)
+                if i in s
+            ]
+            assert float(d.row_advantages[i]) == pytest.approx(SAMPLES * float(sum(best)) / 70, abs=1e-5)
+    assert 0 < logged["variance_filter/kept"] < 1
 
 
 def test_metrics_of_hooks(carousel: Run) -> None:
