@@ -148,7 +148,7 @@ def test_planted_methods_are_ranked_in_nineteen_of_twenty_seeds(monkeypatch):
     """Rewards with outliers: of 64 prompts with 16 rollouts each, GRPO lies between the two, for what counts."""
     planted = {"useful": Useful, "harmful": Harmful}
     monkeypatch.setattr(drive, "build_stack", lambda names, params, seed: MethodStack([planted[n]() for n in names], 0))
-    monkeypatch.setattr(answers, "BATCHES", 3)
+    monkeypatch.setattr(answers, "BATCHES", 2)
     host, ranked, told = Host(8, 32), 0, 0
     named_so = [Candidate(n, [host.variant(n, {n: {}}, warm=0)]) for n in planted]
     for seed in range(20):
@@ -195,6 +195,54 @@ def test_a_batch_of_sketches_is_that_of_single_passes_and_keeps_cosines(lora):
     assert (cosines - sketched).abs().max() < 4 * (2 / 3000) ** 0.5
 
 
+# ---- a run
+
+
+def test_a_pool_that_was_killed_goes_on_and_is_answered(tmp_path, monkeypatch):
+    from rl_plugins.lab.demo.trl_data import write
+    from rl_plugins.lab.probe.pool import PoolPlan, RunPool
+
+    monkeypatch.setattr(answers, "BATCHES", 2)
+    argv = ["--config", str(write(tmp_path)), "--per_device_train_batch_size", "8"]
+    plan = PoolPlan(prompts=16, rollouts=4, accuracy=0.2, solved_by="exact")
+    whole = RunPool(argv, plan, tmp_path / "whole")
+    whole.draw()
+
+    def killed(missing):
+        yield from missing[:5]
+        raise KeyboardInterrupt
+
+    cut = RunPool(argv, plan, tmp_path / "cut")
+    with pytest.raises(KeyboardInterrupt):
+        cut.draw(killed)
+    drawn, seen = len(cut.missing), []
+    cut.draw(lambda missing: seen.extend(missing) or missing)
+    assert drawn == len(seen) == 11 and not cut.missing
+    one, other = whole.read(), cut.read()
+    np.testing.assert_array_equal(one.score, other.score)
+    np.testing.assert_array_equal(one.rewards, other.rewards)
+    assert one.said.tolist() == other.said.tolist() and len({*one.said.ravel()}) > 20
+    # Stored rewards are those of the texts, and each row's sketch is that of its own tokens.
+    solved = [t.lstrip("=?") == a for texts, a in zip(one.said, one.columns["answer"], strict=True) for t in texts]
+    np.testing.assert_array_equal(one.rewards[..., 0].ravel(), solved)
+    np.testing.assert_array_equal(one.right.ravel(), solved)
+    for texts, scores in zip(one.said, one.score, strict=True):
+        assert len({*texts}) == len(np.unique(scores, axis=0))
+
+    command = ["probe", *argv[1:], "--prompts", "16", "--rollouts", "4", "--accuracy", "0.2", "--solved-by", "exact"]
+    command += ["--out", str(tmp_path / "cut"), "--methods", "variance_filter", "--methods", "gigpo"]
+    plan_text = CliRunner().invoke(app, [*command, "--dry-run"]).stdout
+    assert "0 of 16 prompts" in plan_text and "8 rollouts, 4 per prompt" in plan_text and "gigpo" in plan_text
+    result = CliRunner().invoke(app, [*command, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["targets"] == ["reward", "exact", "digits", "careful", "pass@1", "pass@3"]
+    assert found["lines"][0]["verdict"].keys() == set(found["targets"]) and "turns" in found["lines"][-1]["why_not"]
+    assert "For pass@3, at 8 rollouts a batch:" in CliRunner().invoke(app, command).stdout
+    other_model = CliRunner().invoke(app, [*command, "--temperature", "0.7"])
+    assert other_model.exit_code == 2 and "another generation" in other_model.stderr
+
+
 # ---- a trace
 
 
@@ -209,12 +257,12 @@ def test_a_trace_tells_signal_and_variance_without_gradients(tmp_path):
     result = CliRunner().invoke(app, call)
     assert result.exit_code == 0, result.output
     lines = {line["name"]: line for line in json.loads(result.stdout)}
-    grpo, none = lines["grpo"], lines["Dr. GRPO, RLOO"]
-    assert grpo["signal"] == pytest.approx(0.75, abs=0.1) and grpo["generated"] == grpo["tokens"] == 1
-    assert grpo["effective"] == pytest.approx(grpo["signal"])
+    grpo, none, kept = (lines[n]["shares"] for n in ("grpo", "Dr. GRPO, RLOO", "variance_filter"))
+    assert grpo["rollouts"] == 16 and grpo["tokens"] == 32
+    assert grpo["signal"] == pytest.approx(0.75, abs=0.1) and grpo["effective"] == pytest.approx(grpo["signal"])
     assert grpo["spread"] / grpo["signal"] == pytest.approx(3 / 4, rel=1e-3)
     assert none["spread"] / none["signal"] == pytest.approx(1, rel=1e-6)  # of rewards 0 and 2
-    assert lines["variance_filter"]["spread"] == pytest.approx(3 / 4, rel=1e-3)  # the others are trained alone
+    assert kept["spread"] == pytest.approx(3 / 4, rel=1e-3)  # the others are trained alone
     assert "reads tokens" in lines["d3s"]["why_not"]
     table = CliRunner().invoke(app, call[:-1]).stdout
     assert "8 recorded groups of 4 rollouts, in batches of 16" in table and "- d3s: " in table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,22 +23,45 @@ ALIKE = 1.25  # an interval inside 1 / ALIKE to ALIKE says that there is no diff
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A variant on a pool.
+class Shares:
+    """What batches are made of, on average.
 
     Attributes:
-        generated, tokens: of a batch, on average.
-        signal: share of the groups with an advantage that is not 0. effective: (sum |A|)^2 / sum A^2, per trained
-            rollout: 1 where all advantages have the same size. spread: variance of the advantages.
+        rollouts, tokens: generated, of a batch.
+        signal: share of the groups with an advantage that is not 0.
+        effective: (sum |A|)^2 / sum A^2, per trained rollout: 1 where all advantages have the same size.
+        spread: variance of the advantages.
     """
 
-    crossed: Crossed
-    estimates: Sequence[np.ndarray[Any, Any]]
-    generated: float
+    rollouts: float
     tokens: float
     signal: float
     effective: float
     spread: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The batches of a variant in every fold."""
+
+    variant: QualityVariant
+    made: Sequence[Sequence[Estimate]]
+    crossed: Crossed
+
+    @property
+    def shares(self) -> Shares:
+        return Shares(*np.mean([_shares(m) for made in self.made for m in made], axis=0).tolist())
+
+    def idle(self, base: Measured) -> str:
+        """Why nothing can be said of it; empty if something can."""
+        mine, other = ([m for made in x.made for m in made] for x in (self, base))
+        if not any(np.nan_to_num(m.advantages).any() for m in mine):
+            return "it trained nothing in batches of fresh, whole rollouts."
+        equal = (
+            np.array_equal(a.gradient, b.gradient) and np.array_equal(a.advantages, b.advantages, equal_nan=True)
+            for a, b in zip(mine, other, strict=True)
+        )
+        return "it changed nothing in batches of fresh, whole rollouts." if all(equal) else ""
 
 
 @dataclass(frozen=True)
@@ -58,11 +81,7 @@ class Line:
     ahead: Mapping[str, Interval] = field(default_factory=dict)
     verdict: Mapping[str, str] = field(default_factory=dict)
     ratios: Mapping[str, Mapping[int, Interval]] = field(default_factory=dict)
-    generated: float = 1.0
-    tokens: float = 1.0
-    signal: float = 0.0
-    effective: float = 0.0
-    spread: float = 0.0
+    shares: Shares | None = None
 
 
 @dataclass(frozen=True)
@@ -79,9 +98,6 @@ class Answer:
     targets: Sequence[str]
     unclear: Sequence[str]
     lines: Sequence[Line]
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def batch_of(pool: Pool, host: Host) -> int:
@@ -105,34 +121,43 @@ def measure(folds: Sequence[Pool], variant: QualityVariant, rollouts: int, k: in
     Raises:
         RLPluginsError: it cannot act on the pool.
     """
-    estimates, generated, tokens, rows = [], [], [], list[tuple[float, float, float]]()
-    for number, fold in enumerate(folds):
-        driver = Driver(fold, variant, rollouts, 1000 * seed + number)
-        driver.warm()
-        made = [driver.batch() for _ in range(BATCHES)]
-        estimates.append(np.stack([m.gradient for m in made]))
-        generated.append(float(np.mean([m.generated for m in made])))
-        tokens.append(float(np.mean([m.tokens for m in made])))
-        rows += [row_figures(m) for m in made]
-    signal, effective, spread = np.mean(rows, axis=0)
-    found = crossed(estimates, generated, [fold.gradients(k) for fold in folds])
-    cost = float(np.mean(generated)), float(np.mean(tokens))
-    return Measured(found, estimates, *cost, float(signal), float(effective), float(spread))
+    if rollouts < variant.group:
+        raise ConfigError(f"{variant.group} rollouts of a prompt are more than a measured batch, which has {rollouts}.")
+    made = []
+    with _quiet():
+        for number, fold in enumerate(folds):
+            driver = Driver(fold, variant, rollouts, 1000 * seed + number)
+            driver.warm()
+            made.append([driver.batch() for _ in range(BATCHES)])
+    estimates = [np.stack([m.gradient for m in of]) for of in made]
+    cost = [float(np.mean([m.generated for m in of])) for of in made]
+    return Measured(variant, made, crossed(estimates, cost, [fold.gradients(k) for fold in folds]))
 
 
-def row_figures(made: Estimate) -> tuple[float, float, float]:
-    """`signal`, `effective` and `spread` of `Measured`, of one batch."""
+def _shares(made: Estimate) -> tuple[float, ...]:
     trained = ~np.isnan(made.advantages)
     a, number = made.advantages[trained], np.unique(made.group, return_inverse=True)[1]
-    moved = np.zeros(number.max() + 1, bool)
-    np.logical_or.at(moved, number[trained], a != 0)
+    moved = np.bincount(number[trained], a != 0, number.max() + 1) > 0
     square = float((a**2).sum())
     effective = float(np.abs(a).sum() ** 2 / square / len(a)) if square else 0.0
-    return float(moved.mean()), effective, float(a.var()) if len(a) else 0.0
+    return made.generated, made.tokens, float(moved.mean()), effective, float(a.var()) if len(a) else 0.0
+
+
+def measure_all(
+    candidate: Candidate, folds: Sequence[Pool], rollouts: int, k: int, seed: int
+) -> tuple[list[Measured], str]:
+    """What could be measured of a candidate, and why a setting could not."""
+    found, refused = list[Measured](), ""
+    for variant in candidate.settings:
+        try:
+            found.append(measure(folds, variant, rollouts, k, seed))
+        except RLPluginsError as e:
+            refused = str(e).splitlines()[0]
+    return found, refused
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Warnings of methods are about runs."""
     log = logging.getLogger("rl_plugins")
     level = log.level
@@ -174,26 +199,16 @@ def _line(
     k: int,
     seed: int,
 ) -> Line:
-    tried, refused = list[tuple[QualityVariant, Measured]](), ""
-    for variant in candidate.settings:
-        try:
-            with quiet():
-                tried.append((variant, measure(folds, variant, rollouts, k, seed)))
-        except RLPluginsError as e:
-            refused = str(e).splitlines()[0]
+    tried, refused = measure_all(candidate, folds, rollouts, k, seed)
     if not tried:
         return Line(candidate.name, why_not=refused)
-    judged: Sequence[int] = range(FOLDS)
+    judged, than = range(FOLDS), base.crossed
     if len(tried) > 1:
         half, judged = range(0, FOLDS, 2), range(1, FOLDS, 2)
-        tried.sort(key=lambda t: -ahead(t[1].crossed, base.crossed, "reward", of_run, half).value)
-    variant, found = tried[0]
-    same = all(np.array_equal(a, b) for a, b in zip(found.estimates, base.estimates, strict=True))
-    if not found.crossed.square.any():
-        return Line(candidate.name, why_not="it trained nothing in batches of fresh, whole rollouts.")
-    if same and candidate.name != BASELINE:
-        return Line(candidate.name, why_not="it changed nothing in batches of fresh, whole rollouts.")
-    of, than = found.crossed, base.crossed
+        tried.sort(key=lambda m: -ahead(m.crossed, than, "reward", of_run, half).value)
+    found, of = tried[0], tried[0].crossed
+    if candidate.name != BASELINE and (why := found.idle(base)):
+        return Line(candidate.name, why_not=why)
     ratios = {
         t: {max(1, round(of_run * s)): ratio(of, than, t, of_run * s, judged) for s in SCALES}
         for t in than.along
@@ -201,19 +216,8 @@ def _line(
     }
     leads = {t: ahead(of, than, t, of_run, judged) for t in than.along}
     verdicts = {t: _verdict(along(of, t, judged), lead, ratios.get(t, {}).get(of_run)) for t, lead in leads.items()}
-    return Line(
-        candidate.name,
-        variant.label.partition(", ")[2] if variant.methods else "",
-        "",
-        leads,
-        verdicts,
-        ratios,
-        found.generated / base.generated,
-        found.tokens / base.tokens,
-        found.signal,
-        found.effective,
-        found.spread,
-    )
+    setting = found.variant.label.partition(", ")[2] if found.variant.methods else ""
+    return Line(candidate.name, setting, "", leads, verdicts, ratios, found.shares)
 
 
 def _verdict(own: Interval, lead: Interval, relative: Interval | None) -> str:

@@ -52,8 +52,8 @@ class Candidate:
 def of_host(host: Host) -> list[Candidate]:
     """The baseline first, then what the host offers itself."""
     plain = host.variant("Dr. GRPO, RLOO", scale="none", loss="dr_grpo")  # equal up to a factor
-    groups = [g for g in GROUPS if g != host.group and g <= host.rollouts]
-    ways = [host.variant(BASELINE), plain, *(host.variant(f"{g} rollouts per prompt", group=g) for g in groups)]
+    groups = [host.variant(f"{g} rollouts per prompt", group=g) for g in GROUPS if g != host.group]
+    ways = [host.variant(BASELINE), plain, *groups]
     return [Candidate(v.label, [v]) for v in ways]
 
 

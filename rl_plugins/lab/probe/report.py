@@ -67,8 +67,8 @@ def _table(console: Console, answer: Answer) -> None:
     for line in lines:
         cells = [_cell(line, first, n, n == answer.rollouts) for n in sizes]
         cells += [_cell(line, t, answer.rollouts, False) for t in others]
-        cost = [f"{line.generated:.2f}", f"{line.tokens:.2f}", f"{100 * line.signal:.0f} %"]
-        table.add_row(Text(line.name + (f" ({line.setting})" if line.setting else "")), *cells, *cost)
+        shown = Text(line.name + (f" ({line.setting})" if line.setting else ""))
+        table.add_row(shown, *cells, *_cost(line, answer.lines[0]))
     console.print(table)
 
 
@@ -102,14 +102,22 @@ def print_absent(console: Console, lines: Sequence[Line]) -> None:
 def print_replay(console: Console, lines: Sequence[Line]) -> None:
     """The figures of a trace."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("", "groups with signal", "variance of advantages", "effective rows", "rollouts", "tokens"):
+    for name in ("", "variance of advantages", "effective rows", "rollouts", "tokens", "groups with signal"):
         table.add_column(name, justify="left" if not name else "right")
     for x in lines:
-        if not x.why_not:
-            shares = f"{100 * x.signal:.0f} %", f"{x.spread:.3g}", f"{100 * x.effective:.0f} %"
-            table.add_row(x.name, *shares, f"{x.generated:.2f}", f"{x.tokens:.2f}")
+        if x.shares is not None:
+            shown = f"{x.shares.spread:.3g}", f"{100 * x.shares.effective:.0f} %"
+            table.add_row(x.name, *shown, *_cost(x, lines[0]))
     console.print(table)
     print_absent(console, lines)
+
+
+def _cost(line: Line, base: Line) -> tuple[str, str, str]:
+    """Rollouts and tokens of a batch relative to the baseline, and groups with signal."""
+    own, than = line.shares, base.shares
+    assert own is not None and than is not None
+    rollouts, tokens = own.rollouts / than.rollouts, own.tokens / than.tokens
+    return f"{rollouts:.2f}", f"{tokens:.2f}", f"{100 * own.signal:.0f} %"
 
 
 def draw(answer: Answer, target: str, file: Path) -> None:

@@ -75,7 +75,7 @@ def probe_run(
 
 
 def _tell(console: Console, found: Answer, drawn: Any, host: Host, out: Path, as_json: bool) -> None:
-    text = json.dumps(found.plain(), indent=1) + "\n"
+    text = json.dumps(dataclasses.asdict(found), indent=1) + "\n"
     write_text(out / "probe.json", text)
     told = [t for t in found.targets if t not in found.unclear]
     if told and importlib.util.find_spec("matplotlib"):

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from rl_plugins.core.errors import ConfigError, RLPluginsError
-from rl_plugins.lab.probe.answer import BATCHES, Line, quiet, row_figures
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.probe.answer import Line, measure_all
 from rl_plugins.lab.probe.candidates import Candidate, Host, every_method, of_host, of_methods
 from rl_plugins.lab.probe.report import print_replay
-from rl_plugins.lab.quality.drive import Driver
 from rl_plugins.lab.viewer.folder import TraceFolder
 from rl_plugins.runtime import registry
 from rl_plugins.tools.gradient_quality.pools import Pool
@@ -67,36 +66,14 @@ def read(run: Path, last: int | None = None) -> tuple[Pool, Host]:
 
 
 def replay(pool: Pool, host: Host, candidates: Sequence[Candidate]) -> list[Line]:
-    """Of each candidate with its first setting: groups with signal, effective rows, variance of advantages, cost."""
-    lines, first = list[Line](), list[Any]()
+    """Of each candidate with its first setting, what its batches are made of."""
+    lines, base = list[Line](), None
     for candidate in candidates:
-        variant = candidate.settings[0]
-        try:
-            with quiet():
-                driver = Driver(pool, variant, host.rollouts, 0)
-                driver.warm()
-                made = [driver.batch() for _ in range(BATCHES)]
-        except RLPluginsError as e:
-            lines.append(Line(candidate.name, why_not=str(e).splitlines()[0]))
-            continue
-        first = first or made
-        if made is not first and all(
-            np.array_equal(a.advantages, b.advantages, equal_nan=True) for a, b in zip(made, first, strict=True)
-        ):
-            lines.append(Line(candidate.name, why_not="it changed nothing in these groups."))
-            continue
-        signal, effective, spread = np.mean([row_figures(m) for m in made], axis=0)
-        cost = [sum(getattr(m, n) for m in made) / sum(getattr(m, n) for m in first) for n in ("generated", "tokens")]
-        lines.append(
-            Line(
-                candidate.name,
-                generated=cost[0],
-                tokens=cost[1],
-                signal=float(signal),
-                effective=float(effective),
-                spread=float(spread),
-            )
-        )
+        one = dataclasses.replace(candidate, settings=candidate.settings[:1])
+        found, why_not = measure_all(one, [pool], host.rollouts, 1, 0)
+        why_not = found[0].idle(base) if found and base else why_not
+        base = base or found[0]
+        lines.append(Line(candidate.name, why_not=why_not, shares=None if why_not else found[0].shares))
     return lines
 
 
