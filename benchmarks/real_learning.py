@@ -145,7 +145,7 @@ def table() -> str:
         arm, seed = name.split(" ")
         runs[arm][seed] = run["held_out"][str(STEPS)]
     lines = [
-        "| arm | seeds | solved | brief | solved, minus `grpo` | seeds of the difference |",
+        "| variant | seeds | solved | brief | solved, minus `grpo` | seeds of the difference |",
         "|---|---|---|---|---|---|",
     ]
     if base := found["base"]:
@@ -158,7 +158,7 @@ def table() -> str:
         difference = (str(Interval.of(pairs, 1 / HELD_OUT)), len(pairs)) if arm != "grpo" else ("", "")
         lines.append(f"| {arm} | {len(seeds)} | {means[0]} | {means[1]} | {difference[0]} | {difference[1]} |")
     few = min(map(len, runs.values()))
-    decided = "" if few >= SEEDS else f"\n\n{few} of {SEEDS} seeds have run in every arm: this decides nothing."
+    decided = "" if few >= SEEDS else f"\n\n{few} of {SEEDS} seeds have run in every variant: this decides nothing."
     return "\n".join(lines) + decided
 
 

@@ -104,6 +104,11 @@ def shorter(prompt: Any, a: str, b: str) -> tuple[float, float]:
     return -float(len(a)), -float(len(b))
 
 
+def fulfils(prompt: Any, criterion: str, completion: str) -> float:
+    """A judge of criteria."""
+    return float(len(completion) < 8 if criterion == "short" else completion.strip().isdigit())
+
+
 def step_scores(messages: Any, steps: list[str], columns: Mapping[str, Any]) -> list[float]:
     """A step without the right answer is wrong, but for the first."""
     return [1.0 if i == 0 else float(columns["answer"] in step) for i, step in enumerate(steps)]

@@ -63,4 +63,4 @@ def test_the_table_pairs_by_seed_and_says_when_it_decides_nothing(tmp_path, monk
     assert cells[1] == ["before training", "", "0.100", "0.200", "", ""]
     assert cells[3][:2] == ["gdpo", "2"] and cells[3][2].startswith("0.750 ±") and cells[3][4:] == ["0.125", "1"]
     assert text.startswith("a\n") and text.endswith("-->\nb\n") and "old" not in text
-    assert "0 of 8 seeds have run in every arm: this decides nothing." in text  # none of vade
+    assert "0 of 8 seeds have run in every variant: this decides nothing." in text  # none of vade

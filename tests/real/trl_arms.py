@@ -183,6 +183,7 @@ ARMS: dict[str, Arm] = {
         },
         options={"max_steps": 3},
     ),
+    "dppo": replayed(),
     "drive": Arm(params={"drive": {"sizes": [1.0, 0.5], "batches": [1]}}, rewards=("solved", "brief")),
     "echo": Arm(
         params={
@@ -216,6 +217,7 @@ ARMS: dict[str, Arm] = {
     "gigpo": agent(),
     "grpo_roc": Arm(params={"grpo_roc": {"penalty": helpers.length_penalty}}),
     "hgpo": agent(),
+    "kl_cov": UPDATED,
     "latr": Arm(params={"latr": {"lookahead": [1, 2], "tau_abs": 0.1, "tau_rel": 0.6}}),
     "linear_ts": Arm(params={"linear_ts": {"column": "task", "draws": 4}}),
     "m_grpo": Arm(
@@ -256,6 +258,7 @@ ARMS: dict[str, Arm] = {
             }
         },
     ),
+    "rubric": Arm(params={"rubric": {"judge": helpers.fulfils, "criteria": ("2: short", "1: a number")}}),
     "scope": Arm(
         params={
             "scope": {
