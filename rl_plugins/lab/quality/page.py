@@ -26,7 +26,7 @@ def results() -> str:
     batches = ", ".join(f"{n} batches of {int(size):,} rollouts" for size, n in told["batches"].items())
     twice, wide = told["replication"], told["spread"]
     parts = [
-        f"## Figures\n\nSeeds of each world: up to {told['seeds']}. Of each: {batches}; {told['hours']:.1f} hours "
+        f"## Figures\n\nSeeds of each world: up to {told['seeds']}. Of each at most {batches}; {told['hours']:.1f} hours "
         "of one core. Progress is in percent of that of a step along the exact gradient. The ratio is that to GRPO "
         "with 8 rollouts per prompt in the same worlds. The last columns take direction and noise of the largest "
         "batch, and let noise fall with its rollouts.\n",
