@@ -47,9 +47,9 @@ def _training(world: str, trainings: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         f"### {world}, trained",
         "",
-        f"{TRAINED_ABOUT[world]}. {STEPS} steps of {TRAINED_ROLLOUTS} rollouts, plain gradient ascent. "
+        f"{TRAINED_ABOUT[world].capitalize()}. {STEPS} steps of {TRAINED_ROLLOUTS} rollouts, plain gradient ascent. "
         f"Each variant has the best of {len(RATES)} rates ({', '.join(map(str, RATES))}) by {CHOOSING} seeds; the "
-        f"figures are exact mean rewards after the last step, of {MEASURED} other seeds.".capitalize(),
+        f"figures are exact mean rewards after the last step, of {MEASURED} other seeds.",
         "",
         "| variant | rate | reward | difference to GRPO | rollouts a step |",
         "|---|---|---|---|---|",
