@@ -98,6 +98,21 @@ def test_dora_loss_equals_verls_loss_with_options(engine, rows):
     assert relative(other.gradients[0], stock.gradients[0]) > 1e-2, "the weight counts once"
 
 
+@pytest.mark.parametrize(("kind", "bound"), [("tv", 1e-3), ("kl", 1e-5)])
+def test_dppo_equals_verls_loss(engine, rows, kind, bound):
+    bounds = {"clip_ratio_low": bound, "clip_ratio_high": bound, "clip_ratio_c": 1.5}
+    own = mode("token-mean", policy_loss={"loss_mode": f"dppo_{kind}"}, **bounds)
+    stock = engine.train(Case(rows, actor=own, steps=2, lr=0.01))
+    params = {"divergence": kind, "bound_low": bound, "bound_high": bound, "cap": 1.5, "anchor": "old"}
+    case = Case(rows, ("dppo",), params={"dppo": params}, actor=mode("token-mean"), steps=2, lr=0.01)
+    ours = engine.train(case)
+    same_gradients(ours, stock)
+    assert sum(ours.losses[0]) == pytest.approx(sum(stock.losses[0]), rel=1e-5)
+    assert stock.metrics["actor/pg_clipfrac"] > 0.1
+    wide = engine.train(case.but(params={"dppo": {**params, "bound_low": 1.0, "bound_high": 1.0}}))
+    assert relative(wide.gradients[0], stock.gradients[0]) > 1e-2
+
+
 # ---- what left
 
 
