@@ -26,9 +26,9 @@ def results() -> str:
     batches = ", ".join(f"{n} batches of {int(size):,} rollouts" for size, n in told["batches"].items())
     twice, wide = told["replication"], told["spread"]
     parts = [
-        f"## Figures\n\nSeeds of each world: up to {told['seeds']}. Of each at most {batches}; {told['hours']:.1f} hours "
-        "of one core. Progress is in percent of that of a step along the exact gradient. The ratio is that to GRPO "
-        "with 8 rollouts per prompt in the same worlds. The last columns take direction and noise of the largest "
+        f"## Figures\n\nOf each world and seed at most {batches}; {told['hours']:.1f} hours of one core. "
+        "Progress is in percent of that of a step along the exact gradient. The ratio is that to GRPO with 8 "
+        "rollouts per prompt in the same worlds. The last columns take direction and noise of the largest "
         "batch, and let noise fall with its rollouts.\n",
         f"Replication: of {twice['figures']} ratios, {twice['agree']} agree in worlds of two seeds within 1.96 errors "
         f"over batches. Of {twice['clear']} that differ from 1 in the one, {twice['same']} are on the same side in the "
@@ -106,7 +106,8 @@ def _world(world: str, found: Mapping[tuple[str, str], Sizes]) -> str:
     lines = [
         f"### {world}",
         "",
-        f"{ABOUT.get(world, 'stored rollouts of a policy, with sketched score functions')}.".capitalize(),
+        f"{ABOUT.get(world, 'stored rollouts of a policy, with sketched score functions')}.".capitalize()
+        + f" Seeds: {base[sizes[0]]['seeds']}.",
         "",
     ]
     lines += [f"![Progress in {world}](figures/quality/{_file(world)})", "", f"| {' | '.join(head)} |"]
