@@ -118,7 +118,7 @@ def _not_run(claims: Sequence[Told]) -> str:
             for c in of["not run"] + of["failed"]
         ]
     if lacking := [c for c in claims if "mean" in c and "control" in c and "control" not in c.get("against", {})]:
-        lines += ["", "The control of these claims was not run. None of them is ahead of GRPO unless it says so:", ""]
+        lines += ["", "The control of these claims was not run. It decides where a method is ahead of GRPO:", ""]
         lines += [f"- `{c.get('variant') or c['method']}` in {c['task']}: `{c['control']}`" for c in lacking]
     lines += ["", "These claims have no task:", ""]
     return "\n".join([*lines, *(f"- `{c['method']}`: {c['says']} {c['untested']}" for c in of["not tested"])])
