@@ -61,6 +61,17 @@ def test_counts_are_those_of_a_loop(small: int, recent: int, others: float, monk
         assert set(scales) == {1.0}
 
 
+@pytest.mark.parametrize(("small", "recent"), [(65_536, 0), (0, 0), (0, 3), (0, 65_536)])
+def test_visited_rows_are_those_of_all_visits(small: int, recent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_memory, "SMALL", small)
+    monkeypatch.setattr(prompt_memory, "_MOST_RECENT", recent)
+    counts, one = Counts(("right", "trials")), torch.ones(2, dtype=torch.float64)
+    state = counts.start(10)
+    for prompts, seen in ((rows(7, 2), [2, 7]), (rows(2, 9), [2, 7, 9]), (rows(0, 4), [0, 2, 4, 7, 9])):
+        counts.visit(state, prompts, 0.5, (0 * one, one))
+        assert counts.visited(state, "trials").tolist() == seen
+
+
 def test_a_visit_costs_what_its_rows_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_memory, "SMALL", 0)
     used = []
