@@ -20,11 +20,11 @@ from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.method import Method
 from rl_plugins.core.rollouts import weighted_reward
 from rl_plugins.lab.probe import answer as answers
-from rl_plugins.lab.probe.candidates import Candidate, Host
+from rl_plugins.lab.probe.candidates import HostBatch, ProbedCandidate
 from rl_plugins.lab.quality import drive
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.tools.gradient_quality import AnswerTable
-from rl_plugins.tools.gradient_quality.pools import Pool, along, crossed, ratio
+from rl_plugins.tools.gradient_quality.pools import RolloutPool, along, crossed, ratio
 from rl_plugins.tools.gradient_quality.sketch import score_sketches
 
 
@@ -32,7 +32,7 @@ def pool_of(world, answer):
     """The pool whose prompts, the first ones of a world, gave these answers."""
     answer = np.asarray(answer)
     at = np.arange(len(answer))[:, None], answer
-    return Pool(
+    return RolloutPool(
         name="pool",
         prob=np.full(answer.shape, 1 / answer.shape[1]),
         rewards=world.rewards[at],
@@ -149,11 +149,11 @@ def test_planted_methods_are_ranked_in_nineteen_of_twenty_seeds(monkeypatch):
     planted = {"useful": Useful, "harmful": Harmful}
     monkeypatch.setattr(drive, "build_stack", lambda names, params, seed: MethodStack([planted[n]() for n in names], 0))
     monkeypatch.setattr(answers, "BATCHES", 2)
-    host, ranked, told = Host(8, 32), 0, 0
-    named_so = [Candidate(n, [host.variant(n, {n: {}}, warm=0)]) for n in planted]
+    host, ranked, told = HostBatch(8, 32), 0, 0
+    named_so = [ProbedCandidate(n, [host.variant(n, {n: {}}, warm=0)]) for n in planted]
     for seed in range(20):
         pool = drawn_from(toy(seed), 16, seed)
-        found = answers.answer(pool, host, [Candidate("grpo", [host.variant("grpo", warm=0)]), *named_so])
+        found = answers.answer(pool, host, [ProbedCandidate("grpo", [host.variant("grpo", warm=0)]), *named_so])
         _, good, bad = found.lines
         ranked += good.ahead["pass@1"].value > 0 > bad.ahead["pass@1"].value
         told += [good.verdict["pass@1"], bad.verdict["pass@1"]] == ["more", "harmful"]

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from rl_plugins.core.errors import ConfigError, RLPluginsError
-from rl_plugins.lab.probe.candidates import Candidate, Host
+from rl_plugins.lab.probe.candidates import HostBatch, ProbedCandidate
 from rl_plugins.lab.quality.drive import Driver, Estimate, QualityVariant
 from rl_plugins.lab.quality.variants import BASELINE
-from rl_plugins.tools.gradient_quality.pools import Crossed, Interval, Pool, ahead, along, crossed, ratio
+from rl_plugins.tools.gradient_quality.pools import Crossed, FoldInterval, RolloutPool, ahead, along, crossed, ratio
 
 FOLDS = 8
 BATCHES = 32  # of each fold
@@ -41,7 +41,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ProbedVariant:
     """The batches of a variant in every fold."""
 
     variant: QualityVariant
@@ -52,7 +52,7 @@ class Measured:
     def shares(self) -> Shares:
         return Shares(*np.mean([_shares(m) for made in self.made for m in made], axis=0).tolist())
 
-    def idle(self, base: Measured) -> str:
+    def idle(self, base: ProbedVariant) -> str:
         """Why nothing can be said of it; empty if something can."""
         mine, other = ([m for made in x.made for m in made] for x in (self, base))
         if not any(np.nan_to_num(m.advantages).any() for m in mine):
@@ -78,14 +78,14 @@ class Line:
     name: str
     setting: str = ""
     why_not: str = ""
-    ahead: Mapping[str, Interval] = field(default_factory=dict)
+    ahead: Mapping[str, FoldInterval] = field(default_factory=dict)
     verdict: Mapping[str, str] = field(default_factory=dict)
-    ratios: Mapping[str, Mapping[int, Interval]] = field(default_factory=dict)
+    ratios: Mapping[str, Mapping[int, FoldInterval]] = field(default_factory=dict)
     shares: Shares | None = None
 
 
 @dataclass(frozen=True)
-class Answer:
+class ProbeAnswer:
     """
     Attributes:
         rollouts: of a batch of the run. measured: of one that was measured; other sizes follow from it, as noise falls
@@ -100,7 +100,7 @@ class Answer:
     lines: Sequence[Line]
 
 
-def batch_of(pool: Pool, host: Host) -> int:
+def batch_of(pool: RolloutPool, host: HostBatch) -> int:
     """Rollouts of a measured batch: the run's, or those of half the prompts of a fold.
 
     Raises:
@@ -115,7 +115,9 @@ def batch_of(pool: Pool, host: Host) -> int:
     return min(host.rollouts, host.group * (prompts // FOLDS // 2))
 
 
-def measure(folds: Sequence[Pool], variant: QualityVariant, rollouts: int, k: int, seed: int = 0) -> Measured:
+def measure(
+    folds: Sequence[RolloutPool], variant: QualityVariant, rollouts: int, k: int, seed: int = 0
+) -> ProbedVariant:
     """Batches of a variant in every fold.
 
     Raises:
@@ -131,7 +133,7 @@ def measure(folds: Sequence[Pool], variant: QualityVariant, rollouts: int, k: in
             made.append([driver.batch() for _ in range(BATCHES)])
     estimates = [np.stack([m.gradient for m in of]) for of in made]
     cost = [float(np.mean([m.generated for m in of])) for of in made]
-    return Measured(variant, made, crossed(estimates, cost, [fold.gradients(k) for fold in folds]))
+    return ProbedVariant(variant, made, crossed(estimates, cost, [fold.gradients(k) for fold in folds]))
 
 
 def _shares(made: Estimate) -> tuple[float, ...]:
@@ -144,10 +146,10 @@ def _shares(made: Estimate) -> tuple[float, ...]:
 
 
 def measure_all(
-    candidate: Candidate, folds: Sequence[Pool], rollouts: int, k: int, seed: int
-) -> tuple[list[Measured], str]:
+    candidate: ProbedCandidate, folds: Sequence[RolloutPool], rollouts: int, k: int, seed: int
+) -> tuple[list[ProbedVariant], str]:
     """What could be measured of a candidate, and why a setting could not."""
-    found, refused = list[Measured](), ""
+    found, refused = list[ProbedVariant](), ""
     for variant in candidate.settings:
         try:
             found.append(measure(folds, variant, rollouts, k, seed))
@@ -169,8 +171,13 @@ def _quiet() -> Iterator[None]:
 
 
 def answer(
-    pool: Pool, host: Host, candidates: Sequence[Candidate], k: int = 8, seed: int = 0, track: Any = iter
-) -> Answer:
+    pool: RolloutPool,
+    host: HostBatch,
+    candidates: Sequence[ProbedCandidate],
+    k: int = 8,
+    seed: int = 0,
+    track: Any = iter,
+) -> ProbeAnswer:
     """
     Args:
         candidates: the baseline first.
@@ -186,13 +193,13 @@ def answer(
     targets = list(base.crossed.along)
     unclear = [t for t in targets if along(base.crossed, t, range(FOLDS)).low <= 0]
     lines = [_line(c, base, folds, rollouts, host.rollouts, unclear, k, seed) for c in track(candidates)]
-    return Answer(host.rollouts, rollouts, targets, unclear, lines)
+    return ProbeAnswer(host.rollouts, rollouts, targets, unclear, lines)
 
 
 def _line(
-    candidate: Candidate,
-    base: Measured,
-    folds: Sequence[Pool],
+    candidate: ProbedCandidate,
+    base: ProbedVariant,
+    folds: Sequence[RolloutPool],
     rollouts: int,
     of_run: int,
     unclear: Sequence[str],
@@ -220,7 +227,7 @@ def _line(
     return Line(candidate.name, setting, "", leads, verdicts, ratios, found.shares)
 
 
-def _verdict(own: Interval, lead: Interval, relative: Interval | None) -> str:
+def _verdict(own: FoldInterval, lead: FoldInterval, relative: FoldInterval | None) -> str:
     if relative is not None and relative.low >= 1 / ALIKE and relative.high <= ALIKE:
         return "alike"
     if own.high < 0:

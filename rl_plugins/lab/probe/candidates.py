@@ -17,7 +17,7 @@ GROUPS = (4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
-class Host:
+class HostBatch:
     """What the run does without methods.
 
     Args:
@@ -38,7 +38,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ProbedCandidate:
     """One line of the answer.
 
     Args:
@@ -49,17 +49,17 @@ class Candidate:
     settings: Sequence[QualityVariant]
 
 
-def of_host(host: Host) -> list[Candidate]:
+def of_host(host: HostBatch) -> list[ProbedCandidate]:
     """The baseline first, then what the host offers itself."""
     plain = host.variant("Dr. GRPO, RLOO", scale="none", loss="dr_grpo")  # equal up to a factor
     groups = [host.variant(f"{g} rollouts per prompt", group=g) for g in GROUPS if g != host.group]
     ways = [host.variant(BASELINE), plain, *groups]
-    return [Candidate(v.label, [v]) for v in ways]
+    return [ProbedCandidate(v.label, [v]) for v in ways]
 
 
 def of_methods(
-    host: Host, names: Sequence[str], params: Mapping[str, Mapping[str, Any]], low: float, high: float
-) -> list[Candidate]:
+    host: HostBatch, names: Sequence[str], params: Mapping[str, Mapping[str, Any]], low: float, high: float
+) -> list[ProbedCandidate]:
     """Methods one by one.
 
     Args:
@@ -76,7 +76,7 @@ def of_methods(
     found = []
     for name in names:
         settings = [params[name]] if name in params else offered.get(name, [{}])
-        found.append(Candidate(name, [host.variant(_label(name, s), {name: dict(s)}) for s in settings]))
+        found.append(ProbedCandidate(name, [host.variant(_label(name, s), {name: dict(s)}) for s in settings]))
     return found
 
 

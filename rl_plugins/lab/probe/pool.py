@@ -18,8 +18,8 @@ import torch
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.files import claim_for, parquet_of, whole
 from rl_plugins.core.rollouts import RewardFunction
-from rl_plugins.lab.probe.candidates import Host
-from rl_plugins.tools.gradient_quality.pools import Pool
+from rl_plugins.lab.probe.candidates import HostBatch
+from rl_plugins.tools.gradient_quality.pools import RolloutPool
 from rl_plugins.trl.commands.head_samples import Sampler, SamplingRun
 from rl_plugins.trl.commands.heads import peft_config_of
 
@@ -74,9 +74,9 @@ class RunPool:
         self.prompts = np.sort(np.random.default_rng(plan.seed).choice(run.dataset_size, count, replace=False)).tolist()
 
     @property
-    def host(self) -> Host:
+    def host(self) -> HostBatch:
         args = self.known.args
-        return Host(args.num_generations, args.generation_batch_size, str(args.scale_rewards), args.loss_type)  # type: ignore[arg-type]
+        return HostBatch(args.num_generations, args.generation_batch_size, str(args.scale_rewards), args.loss_type)  # type: ignore[arg-type]
 
     @property
     def missing(self) -> list[int]:
@@ -104,7 +104,7 @@ class RunPool:
             with whole(self._file(i)) as part:
                 pq.write_table(self._prompt(sampler, i), part, compression="zstd")
 
-    def read(self) -> Pool:
+    def read(self) -> RolloutPool:
         """The whole pool."""
         names = [f.name for f in self.functions]
         tables = []
@@ -119,7 +119,7 @@ class RunPool:
             solved = np.nan_to_num(rewards) @ weights
         sketches = np.concatenate([c.values.to_numpy() for c in together["sketch"].chunks])
         rows = self.sampling.run.dataset.select(self.prompts)
-        return Pool(
+        return RolloutPool(
             name="The pool",
             prob=np.full(shape, 1 / shape[1]),
             rewards=rewards,

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_plugins.core.errors import printable, shortened
-from rl_plugins.lab.probe.answer import ALIKE, Answer, Line
+from rl_plugins.lab.probe.answer import ALIKE, Line, ProbeAnswer
 from rl_plugins.lab.quality.variants import BASELINE
 
 VERDICTS = {
@@ -27,7 +27,7 @@ CANNOT = (
 )
 
 
-def print_answer(console: Console, answer: Answer, host: str) -> None:
+def print_answer(console: Console, answer: ProbeAnswer, host: str) -> None:
     """
     Args:
         host: what the baseline is, in words.
@@ -57,7 +57,7 @@ def in_order(lines: Sequence[Line], target: str) -> list[Line]:
     return sorted((line for line in lines if line.ahead), key=lambda line: -line.ahead[target].value)
 
 
-def _table(console: Console, answer: Answer) -> None:
+def _table(console: Console, answer: ProbeAnswer) -> None:
     first, *others = answer.targets
     lines = in_order(answer.lines, first)
     sizes = next((list(of) for of in lines[0].ratios.values()), [])
@@ -79,7 +79,7 @@ def _cell(line: Line, target: str, at: int, whole: bool) -> str:
     return f"{of.value:.2f}" + (f" ({of.low:.2f} to {of.high:.2f})" if whole else "")
 
 
-def _sentences(console: Console, answer: Answer, target: str) -> None:
+def _sentences(console: Console, answer: ProbeAnswer, target: str) -> None:
     console.print(f"\nFor {target}, at {answer.rollouts} rollouts a batch:", markup=False, highlight=False)
     for word, said in VERDICTS.items():
         found = [x for x in in_order(answer.lines, target) if x.verdict[target] == word and x.name != BASELINE]
@@ -120,7 +120,7 @@ def _cost(line: Line, base: Line) -> tuple[str, str, str]:
     return f"{rollouts:.2f}", f"{tokens:.2f}", f"{100 * own.signal:.0f} %"
 
 
-def draw(answer: Answer, target: str, file: Path) -> None:
+def draw(answer: ProbeAnswer, target: str, file: Path) -> None:
     """A forest plot, for light and dark pages."""
     from matplotlib.figure import Figure
 

@@ -15,8 +15,8 @@ from rich.progress import track
 from rl_plugins.core.errors import RLPluginsError
 from rl_plugins.core.files import write_text
 from rl_plugins.lab.probe import report
-from rl_plugins.lab.probe.answer import Answer, Line, answer, batch_of
-from rl_plugins.lab.probe.candidates import Candidate, Host, every_method, of_host, of_methods
+from rl_plugins.lab.probe.answer import Line, ProbeAnswer, answer, batch_of
+from rl_plugins.lab.probe.candidates import HostBatch, ProbedCandidate, every_method, of_host, of_methods
 from rl_plugins.lab.probe.pool import PoolPlan, RunPool
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.stack import build_stack
@@ -63,9 +63,9 @@ def probe_run(
     candidates = [*of_host(host), *of_methods(host, usable, params, float(reward.min()), float(reward.max()))]
     if len(own) > 1:
         stack = {name: params.get(name, {}) for name in own}
-        candidates.append(Candidate("+".join(own), [host.variant("the run's methods", stack)]))
+        candidates.append(ProbedCandidate("+".join(own), [host.variant("the run's methods", stack)]))
 
-    def tracked(of: Iterable[Candidate]) -> Iterable[Candidate]:
+    def tracked(of: Iterable[ProbedCandidate]) -> Iterable[ProbedCandidate]:
         return track(list(of), "Comparing", console=Console(stderr=True))
 
     found = answer(drawn, host, candidates, k, plan.seed, tracked)
@@ -74,7 +74,7 @@ def probe_run(
     _tell(console, found, drawn, host, out, as_json)
 
 
-def _tell(console: Console, found: Answer, drawn: Any, host: Host, out: Path, as_json: bool) -> None:
+def _tell(console: Console, found: ProbeAnswer, drawn: Any, host: HostBatch, out: Path, as_json: bool) -> None:
     text = json.dumps(dataclasses.asdict(found), indent=1) + "\n"
     write_text(out / "probe.json", text)
     told = [t for t in found.targets if t not in found.unclear]
@@ -106,7 +106,7 @@ def _refused(pool: RunPool, names: Sequence[str], params: Params) -> dict[str, s
     return found
 
 
-def _plan(console: Console, pool: RunPool, host: Host, usable: Sequence[str], why_not: Mapping[str, str]) -> None:
+def _plan(console: Console, pool: RunPool, host: HostBatch, usable: Sequence[str], why_not: Mapping[str, str]) -> None:
     plan, missing = pool.plan, len(pool.missing)
     rollouts = missing * plan.rollouts
     gigabytes = len(pool.prompts) * plan.rollouts * plan.dims * 4 / 1e9

@@ -14,16 +14,16 @@ from rich.console import Console
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.lab.probe.answer import Line, measure_all
-from rl_plugins.lab.probe.candidates import Candidate, Host, every_method, of_host, of_methods
+from rl_plugins.lab.probe.candidates import HostBatch, ProbedCandidate, every_method, of_host, of_methods
 from rl_plugins.lab.probe.report import print_replay
 from rl_plugins.lab.viewer.folder import TraceFolder
 from rl_plugins.runtime import registry
-from rl_plugins.tools.gradient_quality.pools import Pool
+from rl_plugins.tools.gradient_quality.pools import RolloutPool
 
 READ = ("group", "rewards", "raw_reward", "length", "completion", "prompt")
 
 
-def read(run: Path, last: int | None = None) -> tuple[Pool, Host]:
+def read(run: Path, last: int | None = None) -> tuple[RolloutPool, HostBatch]:
     """The recorded groups as the prompts of a pool without score functions, and the batch they are of.
 
     Args:
@@ -49,7 +49,7 @@ def read(run: Path, last: int | None = None) -> tuple[Pool, Host]:
     flat, whole = rewards.reshape(-1, len(names)), ~np.isnan(rewards).any(-1).ravel()
     weights = np.linalg.lstsq(flat[whole], raw.ravel()[whole], rcond=None)[0].round(6)  # a trace does not tell them
     shape = raw.shape
-    pool = Pool(
+    pool = RolloutPool(
         name="The trace",
         prob=np.full(shape, 1 / size),
         rewards=rewards,
@@ -62,10 +62,10 @@ def read(run: Path, last: int | None = None) -> tuple[Pool, Host]:
         said=np.array([[row["completion"] for row in g] for g in kept], dtype=object),
     )
     per_batch = max(1, len(kept) // len(trace.recorded))
-    return pool, Host(size, size * min(per_batch, max(1, len(kept) // 2)))
+    return pool, HostBatch(size, size * min(per_batch, max(1, len(kept) // 2)))
 
 
-def replay(pool: Pool, host: Host, candidates: Sequence[Candidate]) -> list[Line]:
+def replay(pool: RolloutPool, host: HostBatch, candidates: Sequence[ProbedCandidate]) -> list[Line]:
     """Of each candidate with its first setting, what its batches are made of."""
     lines, base = list[Line](), None
     for candidate in candidates:

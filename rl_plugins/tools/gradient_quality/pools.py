@@ -28,7 +28,7 @@ from rl_plugins.tools.gradient_quality.worlds import Answers, AnswerTable
 Array = NDArray[np.float64]
 
 
-class Pool(AnswerTable):
+class RolloutPool(AnswerTable):
     """Stored rollouts as a world: a batch has the distribution of a fresh one, because no group gets a rollout twice.
 
     Its `score` keeps its mean, which is noise that training has, too. Where `said` is given, it is the whole text.
@@ -55,7 +55,7 @@ class Pool(AnswerTable):
         assert self.said is not None
         return [str(text) for text in self.said.ravel()[answers.piece[:, 0]]]
 
-    def part(self, prompts: Sequence[int]) -> Pool:
+    def part(self, prompts: Sequence[int]) -> RolloutPool:
         """The pool of some of the prompts."""
         of = list(prompts)
         rows: dict[str, Any] = {
@@ -112,7 +112,7 @@ def crossed(estimates: Sequence[Array], rollouts: Sequence[float], gradients: Se
     Args:
         estimates: of each fold, (batches, dims).
         rollouts: of each fold, that a batch cost on average.
-        gradients: of each fold, `Pool.gradients`.
+        gradients: of each fold, `RolloutPool.gradients`.
     """
     mean = np.stack([made.mean(0) for made in estimates])
     exact = {name: np.stack([g[name] for g in gradients]) for name in gradients[0]}
@@ -128,7 +128,7 @@ def _pairs(matrix: Array, folds: NDArray[np.int64]) -> float:
 
 
 @dataclass(frozen=True)
-class Interval:
+class FoldInterval:
     """A value with its 95 % interval."""
 
     value: float
@@ -136,22 +136,22 @@ class Interval:
     high: float
 
 
-def jackknife(value: Callable[[NDArray[np.int64]], float], folds: Sequence[int]) -> Interval:
+def jackknife(value: Callable[[NDArray[np.int64]], float], folds: Sequence[int]) -> FoldInterval:
     """A function of folds, with the interval by leaving out each of them."""
     every, n = np.asarray(folds), len(folds)
     left = np.array([value(np.delete(every, i)) for i in range(n)])
     error = np.sqrt((n - 1) / n * ((left - left.mean()) ** 2).sum())
     half = float(stats.t.ppf(0.975, n - 1) * error)
     whole = float(value(every))
-    return Interval(whole, whole - half, whole + half)
+    return FoldInterval(whole, whole - half, whole + half)
 
 
-def along(of: Crossed, target: str, folds: Sequence[int]) -> Interval:
+def along(of: Crossed, target: str, folds: Sequence[int]) -> FoldInterval:
     """Inner product of the mean estimate with the gradient; negative where the step is harmful."""
     return jackknife(lambda f: _pairs(of.along[target], f), folds)
 
 
-def ahead(of: Crossed, than: Crossed, target: str, at: float, folds: Sequence[int]) -> Interval:
+def ahead(of: Crossed, than: Crossed, target: str, at: float, folds: Sequence[int]) -> FoldInterval:
     """Difference of the roots of two progresses at an equal number of rollouts, up to |g|. It needs no division by a
     progress that may be 0."""
 
@@ -161,7 +161,7 @@ def ahead(of: Crossed, than: Crossed, target: str, at: float, folds: Sequence[in
     return jackknife(value, folds)
 
 
-def ratio(of: Crossed, than: Crossed, target: str, at: float, folds: Sequence[int]) -> Interval:
+def ratio(of: Crossed, than: Crossed, target: str, at: float, folds: Sequence[int]) -> FoldInterval:
     """Progress of one variant relative to that of another at an equal number of rollouts; negative where the step is
     harmful, NaN where the other makes none."""
 
