@@ -19,7 +19,7 @@ from rl_plugins.lab.demo.verl_data import SOURCE
 pytestmark = pytest.mark.host
 
 # Methods whose loss or pool acts in a later batch or optimizer step; each comes twice, with its state.
-TWICE = ["fission_grpo+echo_clip+watch", "aepo_clip+aepo_advantages+watch", "ppo_million", "epo"]
+TWICE = ["fission_grpo+echo_clip+watch", "aepo_clip+aepo_advantages+kl_cov+watch", "ppo_million", "epo"]
 EPO = {"average": "host", "entropy_coeff": 0.1, "kl": 0.9, "kr": 1.1, "rho": 2.0, "phase": "none"}
 ROUTED = ["routed"]  # a program, whose requests have the tag of their task
 ROUTER = f"""
@@ -101,7 +101,10 @@ def test_fission_turns_errors_into_prompts(ranks: Run) -> None:
     assert not set(rollouts.group[foreign].tolist()) & set(rollouts.group[~foreign].tolist()), "groups of their own"
 
 
-@pytest.mark.parametrize(("place", "name"), zip(TWICE, ("echo_clip", "aepo_clip", "ppo_million", "epo"), strict=True))
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [*zip(TWICE, ("echo_clip", "aepo_clip", "ppo_million", "epo"), strict=True), (TWICE[1], "actor/kl_cov")],
+)
 def test_clips_act_in_the_second_update(ranks: Run, place: str, name: str) -> None:
     logged = ranks.metrics(len(PLACES) + 1 + TWICE.index(place))
     updates = [u for u in ranks.updates() if u["methods"] == place.split("+")]
