@@ -295,6 +295,15 @@ def test_a_step_of_practice() -> None:
     assert section(llm.asked["group"][0], "Experiences so far") == "None"
 
 
+def test_the_oldest_experiences_leave_a_full_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_plugins.methods.training_free_grpo.method.MOST_EXPERIENCES", 2)
+    replies = iter([fenced([{"operation": "ADD", "id": None, "content": f"Rule {i}: keep."}]) for i in range(4)])
+    stack = stack_of(Llm(revision=lambda question: next(replies)))
+    for _ in range(4):
+        step(stack, rollouts_of([1, 0, 0, 1]))
+    assert held(stack) == {"G0": "Rule 2: keep.", "G1": "Rule 3: keep."}
+
+
 def test_a_step_of_paper() -> None:
     adds = [{"option": "add", "experience": "One"}, {"option": "add", "experience": "Two"}]
     llm = Llm(paper_critique=fenced(adds))

@@ -23,6 +23,8 @@ from rl_plugins.methods.training_free_grpo import library
 from rl_plugins.methods.training_free_grpo.advisor import HIDDEN, Advisor, Attempt
 from rl_plugins.methods.training_free_grpo.params import TrainingFreeParams
 
+MOST_EXPERIENCES = 1000
+
 
 class TrainingFreeGrpo(Method):
     """Lets a language model compare the rollouts of a group and edit a short list of experiences; nothing is trained.
@@ -47,7 +49,8 @@ class TrainingFreeGrpo(Method):
 
     Special cases: rows without a reward (NaN) or that `select` took out, rollouts without a summary, and groups without
     a comparison or without JSON are left out. If there is no plan after all tries, E is unchanged (`paper`: additions
-    stay). A group of one is compared only if its reward lies between the bounds.
+    stay). A group of one is compared only if its reward lies between the bounds. Of more than 1,000 experiences the
+    oldest leave (ours).
 
     Raises:
         ConfigError: no language model or two, a template without its fields, an unreadable library.
@@ -121,7 +124,10 @@ class TrainingFreeGrpo(Method):
             operations = self._advisor.propose(self.experiences, comparable)
         self.log("operations", len(operations), "sum")
         if operations:
-            self.state["experiences"] = self._advisor.revise(self.experiences, operations)
+            revised = self._advisor.revise(self.experiences, operations)
+            if len(revised) > MOST_EXPERIENCES:
+                self.warn(f"the language model seldom deletes: of {len(revised)} experiences the oldest leave.")
+            self.state["experiences"] = revised[-MOST_EXPERIENCES:]
         self.log("experiences", len(self.state["experiences"]))
         if p.library is not None:
             library.write_library(p.library, self.experiences, rollouts.batch + 1, p.variant)
