@@ -37,7 +37,7 @@ def deviation(values: list[float]) -> float:
     return math.sqrt(sum((x - mean) ** 2 for x in known) / (len(known) - 1))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(rows=batches, share=st.sampled_from([0.3, 0.9, 1.0]), power=st.sampled_from([1, 2]))
 def test_the_filter_equals_the_loop(rows, share, power):
     rewards, group = [r for r, *_ in rows], [g for _, g, _ in rows]
@@ -89,7 +89,7 @@ def test_what_left_before_has_no_spread():
 # ---- gfpo
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(rows=batches, metric=st.sampled_from(["efficiency", "length"]))
 def test_gfpo_equals_the_loop(rows, metric):
     """Groups that no plan knows keep half of their rollouts."""

@@ -32,7 +32,7 @@ def by_group(rewards: list[float], group: list[int]) -> dict[int, list[int]]:
     return {g: [i for i, x in enumerate(rewards) if group[i] == g and x == x] for g in set(group)}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(rows=groups, eps=st.sampled_from([1e-6, 0.1]))
 def test_max_rl_equals_the_loop(rows, eps):
     rewards, group = [r for r, _ in rows], [g for _, g in rows]
@@ -61,7 +61,7 @@ def check_max_rl(case: Case) -> None:
     assert advantages(method, list(case.inputs["rewards"]), list(case.inputs["index"])) == wanted
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(rows=groups, k=st.integers(2, 5))
 def test_pkpo_equals_all_subsets(rows, k):
     rewards, group = [r for r, _ in rows], [g for _, g in rows]
