@@ -8,6 +8,8 @@ import math
 import types
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -275,6 +277,25 @@ def test_masked_log_probs_are_taken_in_one_state_or_in_those_of_decoding():
         made = of.draw(np.arange(16).repeat(40), np.arange(16), np.random.default_rng(0))
         hidden = made.piece // 12 % 256 == 255  # the state of masks alone
         assert (hidden.sum(1) == first).all()  # all places, or the two of the first step
+
+
+def test_a_parquet_pool_has_the_rollouts_that_have_scores(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [
+        {"prompt": p, "completion_ids": [1] * (1 + r), "brief": float(r), "correct": float(p), "solved": float(r == 1)}
+        for p in range(2)
+        for r in range(3)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rollouts-4.parquet")
+    pq.write_table(pa.Table.from_pylist([{"task": "sums"}, {"task": "products"}]), tmp_path / "prompts.parquet")
+    with raises(ConfigError, "is missing"):
+        read_pool(tmp_path / "rollouts-4.parquet")
+    np.save(tmp_path / "scores-4.npy", rng.normal(size=(2, 2, 5)).astype(np.float16))
+    world = read_pool(tmp_path / "rollouts-4.parquet")
+    assert world.reward_names == ("brief", "correct") and world.columns["domain"] == ["sums", "products"]
+    np.testing.assert_array_equal(world.rewards, [[[0, 0], [1, 0]], [[0, 1], [1, 1]]])
+    np.testing.assert_array_equal(world.length, [[1, 2], [1, 2]])
+    np.testing.assert_array_equal(world.right, [[False, True]] * 2)
 
 
 class Bigram(torch.nn.Module):

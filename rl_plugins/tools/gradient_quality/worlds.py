@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_plugins.core.errors import ConfigError
+
 Array = NDArray[Any]
 PASS_K = 8
 
@@ -235,7 +237,12 @@ def _parquet_pool(path: Path) -> dict[str, Any]:
     import pyarrow.types as kinds
 
     table, prompts = pq.read_table(path), pq.read_table(path.with_name("prompts.parquet"))
-    score = np.load(path.with_name(path.stem.replace("rollouts", "scores") + ".npy"))
+    scores = path.with_name(path.stem.replace("rollouts", "scores") + ".npy")
+    if not scores.exists():
+        raise ConfigError(
+            f"{scores} is missing. For real_pool, `python benchmarks/quality_real_pool.py STEP` makes it."
+        )
+    score = np.load(scores)
     names = [f.name for f in table.schema if kinds.is_floating(f.type) and f.name != "solved"]
 
     def first(values: Any) -> Array:
