@@ -149,15 +149,16 @@ def test_planted_methods_are_ranked_in_nineteen_of_twenty_seeds(monkeypatch):
     planted = {"useful": Useful, "harmful": Harmful}
     monkeypatch.setattr(drive, "build_stack", lambda names, params, seed: MethodStack([planted[n]() for n in names], 0))
     monkeypatch.setattr(answers, "BATCHES", 2)
-    host, ranked, told = HostBatch(8, 32), 0, 0
+    host, ranked, told, more = HostBatch(8, 32), 0, 0, 0
     named_so = [ProbedCandidate(n, [host.variant(n, {n: {}}, warm=0)]) for n in planted]
     for seed in range(20):
         pool = drawn_from(toy(seed), 16, seed)
         found = answers.answer(pool, host, [ProbedCandidate("grpo", [host.variant("grpo", warm=0)]), *named_so])
         _, good, bad = found.lines
         ranked += good.ahead["pass@1"].value > 0 > bad.ahead["pass@1"].value
-        told += [good.verdict["pass@1"], bad.verdict["pass@1"]] == ["more", "harmful"]
-    assert ranked >= 19 and told >= 10
+        told += bad.verdict["pass@1"] == "harmful" and good.verdict["pass@1"] in ("more", "unclear")
+        more += good.verdict["pass@1"] == "more"
+    assert ranked >= 19 and told >= 19 and more >= 5
 
 
 # ---- sketches

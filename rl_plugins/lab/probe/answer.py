@@ -232,4 +232,5 @@ def _verdict(own: FoldInterval, lead: FoldInterval, relative: FoldInterval | Non
         return "alike"
     if own.high < 0:
         return "harmful"
-    return "more" if lead.low > 0 else "less" if lead.high < 0 else "unclear"
+    of, same = (lead, 0) if relative is None else (relative, 1)
+    return "more" if of.low > same else "less" if of.high < same else "unclear"

@@ -42,10 +42,9 @@ def print_answer(console: Console, answer: ProbeAnswer, host: str) -> None:
         )
     for target in (first, last):
         _sentences(console, answer, target)
-    compared = sum(bool(line.ahead) for line in answer.lines) - 1
     console.print(
-        f"\nAbout {compared / 20:.0f} of {compared} lines would be told apart by chance alone. Batches of "
-        f"{answer.measured} rollouts were measured; for other sizes, noise falls with the number of rollouts. "
+        f"\nOne line in twenty is told apart by chance alone. Batches of {answer.measured} rollouts were measured; for "
+        f"other sizes, noise falls with the number of rollouts. "
         f"{CANNOT}",
         highlight=False,
     )
