@@ -46,6 +46,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
             "+carousel_params.boom.where=rank1",
             "+rl_plugins.methods=[mc_grpo,routed]",
             *(f"+carousel_params.epo.{k}={v}" for k, v in EPO.items()),
+            "+carousel_params.kl_cov.ratio=0.3",
             "+carousel_params.fission_grpo.role=user",
             "+carousel_params.fission_grpo.message='verl_programs:complaint'",
             "+carousel_params.fission_grpo.error_threshold=0.5",
@@ -110,6 +111,7 @@ def test_clips_act_in_the_second_update(ranks: Run, place: str, name: str) -> No
     updates = [u for u in ranks.updates() if u["methods"] == place.split("+")]
     assert len(updates) == 4 and all(u["grad_norm"] > 0 for u in updates)
     assert any(f"{name}/" in key for key in logged), sorted(logged)
+    assert "kl_cov" not in name or logged["actor/kl_cov/penalty"] > 0
 
 
 def test_epo_keeps_the_entropy_of_the_batch_before(ranks: Run) -> None:
