@@ -96,7 +96,7 @@ def test_what_a_plain_install_imports_is_declared() -> None:
     declared = {re.split(r"[<>=]", d)[0] for d in tomllib.loads(text)["project"]["dependencies"]}
     named = {"pyyaml": "yaml"}
     known = {named.get(d, d) for d in declared} | {"rl_plugins", *sys.stdlib_module_names}
-    known |= {"accelerate", "rapidfuzz"}  # of TRL's processes; of an extra, whose error names it
+    known |= {"accelerate", "transformers", "rapidfuzz"}  # TRL's; of an extra, whose error names it
     rooms = ("core", "kit", "tools", "methods", "runtime", "cards", "commands", "testing")
     missing = {
         (module, str(file.relative_to(PACKAGE)))
