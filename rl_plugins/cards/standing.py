@@ -9,6 +9,7 @@ unknown    everything else: runs and worlds could not see it, or there are none
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +28,8 @@ class Standing:
     """Whether to use a method.
 
     Attributes:
-        why: what speaks for and against it, as sentences; empty if nothing does.
+        why: what speaks for and against it, as sentences; empty if nothing does. A world without targets in brackets
+            stands for all its targets, in batches of any size.
     """
 
     word: Word
@@ -50,8 +52,10 @@ def standing_of(name: str) -> Standing:
     more, less, same, acts = [], [], [], 0
     for world, signs, host in worlds_of(name):
         acts += 1
-        more += [f"{world} ({', '.join(signs['more'])})"] if signs["more"] else []
-        less += [f"{world} ({', '.join(signs['less'])})"] if signs["less"] else []
+        targets = list(quality.targets_of(world)[:2])
+        for found, sign in ((more, "more"), (less, "less")):
+            if signs[sign]:
+                found.append(world if signs[sign] == targets else f"{world} ({', '.join(signs[sign])})")
         same += [f"{world} (`{host}`)"] if host else []
     bad = against or less
     word: Word = "use" if helped and not bad else "use if" if helped or more else "unknown"
@@ -60,9 +64,9 @@ def standing_of(name: str) -> Standing:
     parts = {
         "Helped: ": helped,
         "Against it: ": against,
-        "A step makes more progress than GRPO's in the worlds ": more,
-        "A step makes less progress in the worlds ": less,
-        "A step makes no more progress than that of the host's own way in the worlds ": same,
+        "A step makes more progress than GRPO's in ": more,
+        "A step makes less progress in ": less,
+        "A step makes no more progress than the host's own way in ": same,
     }
     return Standing(word, " ".join(f"{head}{'; '.join(of)}." for head, of in parts.items() if of))
 
@@ -94,12 +98,12 @@ def worlds_of(method: str) -> Iterator[tuple[str, dict[str, list[str]], str]]:
                 if mine and sign == "more" and hosts:
                     host = hosts[0]
                 elif mine:
-                    sizes_said = sorted({_batches(text, sign) for text in mine})
-                    found.append(f"{target}{''.join(sizes_said)}")
+                    sizes_said = {_batches(text, sign) for text in mine}
+                    found.append(target + ("" if "" in sizes_said else " or".join(sorted(sizes_said))))
         yield world, signs, host
 
 
 def _batches(text: str, sign: str) -> str:
     """In which batches: "" for all."""
-    part = text.split(f"{sign} progress")[1].split(", more")[0].split(", less")[0]
-    return "" if "any size" in part else part
+    told = re.findall(rf"{sign} progress in batches (.*?)(?:, (?=more|less)|$)", text)
+    return "" if told == ["of any size"] else f" in batches {' or '.join(told)}"

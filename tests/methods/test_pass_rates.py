@@ -117,9 +117,7 @@ def test_a_rollout_of_several_rows_counts_once(method):
     assert got == pytest.approx([once[0]] * 3 + once[1:])
 
 
-@pytest.mark.parametrize(
-    ("golden", "case"), [(g, c) for g in (MAX_RL, PKPO) for c in g.cases], ids=lambda x: str(x) if x is not None else ""
-)
+@pytest.mark.parametrize(("golden", "case"), [pytest.param(g, c, id=str(c)) for g in (MAX_RL, PKPO) for c in g.cases])
 def test_golden(golden: Golden, case: Case) -> None:
     golden.check(case)
 

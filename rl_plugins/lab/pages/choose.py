@@ -50,8 +50,12 @@ def index() -> str:
         text += [f"## {problem.title}", problem.seen]
         for word in WORDS:
             of = [card for card in cards_ if card.standing.word == word]
-            named = [f"[`{c.name}`](methods.md#{c.name}) {c.does}. {c.standing.why}".rstrip() for c in of]
-            text += [f"**{word.capitalize()}**", bullets(named)] if of else []
+            links = [f"[`{card.name}`](methods.md#{card.name})" for card in of]
+            if of and word == "unknown":
+                text.append(f"**Unknown**: {', '.join(links)}.")
+            elif of:
+                told = [f"{link} {card.does}. {card.standing.why}" for link, card in zip(links, of, strict=True)]
+                text += [f"**{word.capitalize()}**", bullets(told)]
     return "\n\n".join(text) + "\n"
 
 
