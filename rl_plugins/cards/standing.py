@@ -49,7 +49,10 @@ def standing_of(name: str) -> Standing:
             against.append(f"{where}, behind {name_of(told, by)}")
         elif by in measured(told) and by:
             against.append(f"{where}, not seen to be ahead of {name_of(told, by)}")
-    more, less, same, acts = [], [], [], 0
+    more: list[str] = []
+    less: list[str] = []
+    same: list[str] = []
+    acts = 0
     for world, signs, host in worlds_of(name):
         acts += 1
         targets = list(quality.targets_of(world)[:2])
