@@ -51,7 +51,8 @@ def session(
     if absent := [name for name in parts if name in ABSENT]:
         raise ConfigError(f"`{absent[0]}` acts in no world. Reason: {ABSENT[absent[0]]}. Leave it out.")
     file, wanted = out / "quality.jsonl", jobs(worlds or [*WORLDS, *TRAINED], parts, range(seeds), sizes)
-    missing = [job for job in wanted if job.key not in read(file)]
+    done = read(file)
+    missing = [job for job in wanted if job.key not in done]
     if dry_run:
         minutes = len(missing) * SECONDS / 60 / at_a_time
         console.print(f"{len(missing)} of {len(wanted)} records to make, about {minutes:.0f} minutes.")
