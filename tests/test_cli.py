@@ -974,6 +974,7 @@ def test_the_number_of_processes_of_a_dry_run(run, tmp_path, monkeypatch):
         processes("--multi_gpu", "--num_processes", "1")
 
 
+@pytest.mark.long
 @pytest.mark.host
 def test_a_dry_run_reports_as_many_processes_as_start(run, tmp_path):
     """On a machine without GPUs `--num_processes 2` starts one, which the dry run says."""

@@ -183,6 +183,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/experimental/test_m
 """
 
 
+@pytest.mark.long
 @pytest.mark.host
 def test_mc_grpo_in_released_trl(tmp_path: Path) -> None:
     """The exported tests, training among them, run on the installed TRL with the export's files laid over it; the

@@ -63,8 +63,10 @@ def test_every_variant_makes_a_gradient_in_its_world(name):
         variant = type(variant)(**{**vars(variant), "methods": methods, "warm": min(variant.warm, 0.1)})
         driver = Driver(world, variant, 32, 0)
         driver.warm()
-        made = [driver.batch() for _ in range(2)]
-        assert any((m.gradient != 0).any() and m.signal for m in made), variant.label
+        made = [driver.batch()]
+        while len(made) < 16 and not ((made[-1].gradient != 0).any() and made[-1].signal):  # two groups may be equal
+            made.append(driver.batch())
+        assert len(made) < 16, variant.label
         assert made[0].generated >= 24
 
 

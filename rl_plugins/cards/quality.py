@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from rl_plugins.tools.gradient_quality import break_even
+from rl_plugins.kit.break_even import break_even
 
 BASELINE = "grpo"
 # What is told of a world, the first as a ratio to GRPO.

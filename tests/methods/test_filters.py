@@ -20,7 +20,8 @@ from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_plan, make_rollouts, make_run, one_step, start_stack
 
-GOLDEN, NAN = Golden("variance_filter"), math.nan
+GOLDEN = Golden("variance_filter")
+NAN = math.nan
 
 value = st.one_of(st.sampled_from([0.0, 1.0, 1.0, NAN]), st.integers(-8, 16).map(lambda i: i / 8))
 batches = st.lists(st.tuples(value, st.integers(0, 4), st.integers(1, 9)), min_size=1, max_size=20)

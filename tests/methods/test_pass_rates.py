@@ -17,7 +17,9 @@ from rl_plugins.methods.pkpo import Pkpo
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 
-MAX_RL, PKPO, NAN = Golden("max_rl"), Golden("pkpo"), math.nan
+MAX_RL = Golden("max_rl")
+PKPO = Golden("pkpo")
+NAN = math.nan
 
 value = st.one_of(st.sampled_from([0.0, 1.0, 1.0, NAN]), st.integers(-8, 16).map(lambda i: i / 8))
 groups = st.lists(st.tuples(value, st.integers(0, 4)), min_size=1, max_size=20)
@@ -117,11 +119,16 @@ def test_a_rollout_of_several_rows_counts_once(method):
     assert got == pytest.approx([once[0]] * 3 + once[1:])
 
 
-@pytest.mark.parametrize(("golden", "case"), [pytest.param(g, c, id=str(c)) for g in (MAX_RL, PKPO) for c in g.cases])
-def test_golden(golden: Golden, case: Case) -> None:
-    golden.check(case)
+@pytest.mark.parametrize("case", MAX_RL.cases, ids=str)
+def test_golden_max_rl(case: Case) -> None:
+    MAX_RL.check(case)
 
 
-@pytest.mark.parametrize("golden", [MAX_RL, PKPO], ids=["max_rl", "pkpo"])
-def test_further_golden_cases(golden: Golden) -> None:
-    golden.check_further_cases()
+@pytest.mark.parametrize("case", PKPO.cases, ids=str)
+def test_golden_pkpo(case: Case) -> None:
+    PKPO.check(case)
+
+
+def test_further_golden_cases() -> None:
+    MAX_RL.check_further_cases()
+    PKPO.check_further_cases()

@@ -12,7 +12,8 @@ A method that makes more progress at one batch size can make less at another; `b
 Nothing here knows methods: `rl_plugins.lab.quality` drives them.
 """
 
-from rl_plugins.tools.gradient_quality.quality import Figure, Quality, break_even, progress_at, quality
+from rl_plugins.kit.break_even import break_even
+from rl_plugins.tools.gradient_quality.quality import Figure, Quality, progress_at, quality
 from rl_plugins.tools.gradient_quality.worlds import Answers, AnswerTable, ExactWorld, read_pool, targets_of, write_pool
 
 __all__ = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -99,28 +98,3 @@ def _figures(total: Array, n: int, unit: Array, rollouts: float) -> Array:
 def progress_at(direction: float, noise: float, rollouts: float, at: float) -> float:
     """Progress at `at` rollouts, of an estimate whose noise was measured at `rollouts`."""
     return direction * abs(direction) / (1 + noise * rollouts / at)
-
-
-def break_even(
-    direction: float, noise: float, than_direction: float, than_noise: float, rollouts: float
-) -> tuple[float, float]:
-    """Batches, from and up to so many rollouts, in which the first estimate makes more progress than the second.
-
-        progress(n) = d |d| / (1 + c / n),   c = noise times rollouts
-
-    Args:
-        direction, noise: of the first estimate; noise as measured at `rollouts`.
-        than_direction, than_noise: of the second.
-
-    Returns:
-        (0, inf): at any size; (inf, inf): at none.
-    """
-    a, b = direction * abs(direction), than_direction * abs(than_direction)
-    c, e = noise * rollouts, than_noise * rollouts
-    slope, offset = a - b, b * c - a * e  # ahead where slope n > offset
-    if slope == 0:
-        return (0.0, math.inf) if offset < 0 else (math.inf, math.inf)
-    edge = offset / slope
-    if slope > 0:
-        return max(edge, 0.0), math.inf
-    return (0.0, edge) if edge > 0 else (math.inf, math.inf)

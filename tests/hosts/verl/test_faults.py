@@ -16,7 +16,7 @@ from runs import PROMPTS, Run, start
 from rl_plugins.lab.demo.policy import build_model
 from rl_plugins.runtime.state import load_state
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.long]
 
 LORA = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora.merge=True"]
 ALONE = 300  # seconds; a trainer that waited for a worker that is gone would wait longer, or for ever
@@ -125,7 +125,6 @@ def test_sigkill_of_an_agent_loop_worker(killed: tuple[Run, Run]) -> None:
     assert state(run.folder / "checkpoints" / f"global_step_{last}")["steps"] == last >= 6
 
 
-@pytest.mark.long
 def test_a_changed_checkpoint_is_refused_by_name(killed: tuple[Run, Run], tmp_path: Path) -> None:
     """verl itself would begin the dataset anew without `data.pt`, and go on with the optimizer of another step."""
     saved = killed[0].folder / "checkpoints"
