@@ -160,6 +160,8 @@ def usage_of(found: type[Method] | Bundle, paper: bool = True) -> Usage:
     notes = []
     if "several_rewards" in signals:
         notes.append("Pass two or more reward functions: in TRL `reward_funcs`, in verl keys of the answer.")
+    if "step_rewards" in signals:
+        notes.append("Let a reward function return a list for a completion, one number per step.")
     columns = sorted({s.partition(":")[2] for m in made for s in m.needs if s.startswith("column:")} - {"prompt"})
     brought = {name.removeprefix("column:") for m in made for name in m.brings}
     if set(columns) - brought:

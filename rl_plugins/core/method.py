@@ -101,6 +101,8 @@ SIGNALS: dict[str, str] = {
     "whole_groups": "whole groups in every optimizer step, for `before_update`",
     "whole_batches": "the prompts that were planned together in one batch, when they are rewarded and trained",
     "off_policy": "tokens that another policy sampled than the one that is updated",
+    "step_rewards": "rewards per step: reward functions may return a list in the place of a number, whose sum is the "
+    "reward",
     "several_updates": "several optimizer steps between one pass of old log-probs and the next",
     "current_logprobs": "row sums of log-probs at the weights of each optimizer step (one extra pass)",
     "current_entropies": "entropy of the policy at every token in the loss, with gradient",
@@ -245,6 +247,8 @@ class Method:
     given) is data, `NAME.toml` next to the class; `rl-plugins new` writes one. A method works without it.
     """
 
+        teacher: whose log-probs `teacher_logprobs` are. None: the policy's, at the start of the step. Else the path or
+            name of a model with the policy's tokenizer, which the host loads beside it and never trains.
     name: ClassVar[str] = ""
     fidelity: ClassVar[Fidelity] = "own"
     does: ClassVar[str] = ""

@@ -402,6 +402,10 @@ class TokenIds:
         return TokenIds(self.prompt.take(rows), self.completion.take(rows), self.observed.take(rows))
 
 
+RAGGED = ("token_ids", "step_rewards")
+"""Fields of `Rollouts` with rows of different lengths."""
+
+
 @dataclass(frozen=True)
 class Rollouts(Replaceable):
     """All rollouts of one generation batch, one row per trained sequence, in the order of the plan.
@@ -425,6 +429,8 @@ class Rollouts(Replaceable):
             step was made since.
         steps_since_published: optimizer steps made since these weights were published.
         token_ids: if a method needs them.
+        step_rewards: float64, of each row the weighted sum over the functions that scored a step; NaN if none did. A
+            number in the place of a list counts for the last step. There if a method needs it.
         text, raw_text, messages: decoded completions without and with special tokens, and as the host's list of
             messages; present if a method needs them.
         meta: dataset columns asked for with `needs = {"column:NAME"}`, and the host's per-row extras: lists.
@@ -456,6 +462,7 @@ class Rollouts(Replaceable):
     current_version: int = 0
     steps_since_published: int = 0
     token_ids: TokenIds | None = None
+    step_rewards: Jagged | None = None
 
     def __post_init__(self) -> None:
         if self.newest_version is None:
@@ -519,8 +526,9 @@ class Rollouts(Replaceable):
         )
         changes = {name: pick(getattr(self, name)) for name in per_row}
         changes["meta"] = {name: pick(values) for name, values in self.meta.items()}
-        if self.token_ids is not None:
-            changes["token_ids"] = self.token_ids.take(rows)
+        for name in RAGGED:
+            if (ragged := getattr(self, name)) is not None:
+                changes[name] = ragged.take(rows)
         if self.turns is not None:
             stay = keep[self.turns.row]
             new_row = torch.cumsum(keep, 0) - 1

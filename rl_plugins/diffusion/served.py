@@ -17,6 +17,7 @@ NO_SIGNALS = {
     "messages": f"{_TEXT}. Remove the method.",
     "chat_template": f"{_TEXT}. Remove the method.",
     "turns": f"{_TURNS}. Remove the method.",
+    "step_rewards": "a sample has no steps that a reward function could tell apart. Remove the method.",
     "turn_limits": f"{_TURNS}. Remove the method.",
     "entropies": "the noise of a transition is given, so its entropy is the same for every policy. Remove the method.",
     "current_entropies": "the noise of a transition is given, so its entropy has no gradient. Remove the method.",

@@ -14,6 +14,8 @@ from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.groups import Groups
 from rl_plugins.core.method import Method
 from rl_plugins.core.rollouts import (
+    RAGGED,
+    Jagged,
     Plan,
     PlanRow,
     Rollouts,
@@ -171,12 +173,13 @@ def take_rows(rollouts: Rollouts, rows: Tensor) -> Rollouts:
     order, changes = rows.tolist(), {}
     for f in dataclasses.fields(rollouts):
         value = getattr(rollouts, f.name)
-        if f.name in ("reward_names", "reward_weights", "meta", "turns", "token_ids") or isinstance(value, int):
+        if f.name in ("reward_names", "reward_weights", "meta", "turns", *RAGGED) or isinstance(value, int):
             continue
         changes[f.name] = value[rows] if isinstance(value, Tensor) else value and [value[i] for i in order]
     changes["meta"] = {name: [values[i] for i in order] for name, values in rollouts.meta.items()}
-    if (ids := rollouts.token_ids) is not None:
-        changes["token_ids"] = ids.take(rows)
+    for name in RAGGED:
+        if (ragged := getattr(rollouts, name)) is not None:
+            changes[name] = ragged.take(rows)
     return rollouts.replace(**changes, turns=None)
 
 
@@ -191,6 +194,15 @@ def make_token_ids(rollouts: Rollouts, seed: int = 0) -> TokenIds:
         completion=[torch.from_numpy(rng.integers(10, 90, n)) for n in sizes],
         observed=[torch.arange(n) >= n - r for n, r in zip(sizes, read, strict=True)],
     )
+
+
+def make_step_rewards(rollouts: Rollouts, most: int = 3) -> Jagged:
+    """One to `most` steps a row, that share its reward; every fifth of several has none (NaN)."""
+    steps = torch.arange(len(rollouts)) % most + 1
+    values = torch.repeat_interleave(rollouts.reward / steps, steps)
+    number = torch.arange(len(values))
+    values[(number % 5 == 4) & (torch.repeat_interleave(steps, steps) > 1)] = torch.nan
+    return Jagged.of(values, steps)
 
 
 def make_tokens(rollouts: Rollouts, seed: int = 0, advantages: Tensor | None = None, **changes: Any) -> Tokens:

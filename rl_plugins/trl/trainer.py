@@ -32,7 +32,7 @@ from rl_plugins.trl.generation.engine import TrlEngine
 from rl_plugins.trl.generation.evaluation import evaluation_view
 from rl_plugins.trl.generation.precision import CheapRollouts, rollouts_text
 from rl_plugins.trl.generation.prompts import PROMPT_INDEX, NumberedDataset
-from rl_plugins.trl.generation.rewards import masking
+from rl_plugins.trl.generation.rewards import masking, noted_steps, with_steps
 from rl_plugins.trl.generation.serving import completions, rewards_of, with_observed
 from rl_plugins.trl.generation.work import GeneratedWork, ScoredWork, Work
 from rl_plugins.trl.host import DatasetRow, HostBatch, HostRows, has_numbers
@@ -96,6 +96,9 @@ class MethodsMixin(StatefulMixin):
             self.reward_funcs: list[Any] = [masking(function, name) for function, name in given]
         positions_by_mask(self.model)
         if self.aux_loss_enabled and capabilities.droppers(self.methods):
+        if "step_rewards" in self.methods.needs:
+            given = zip(self.reward_funcs, self.reward_func_names, strict=True)
+            self.reward_funcs = [with_steps(function, name) for function, name in given]
             capabilities.refuse_inexact_loss(self)
         if self.args.rollout_precision != "policy":
             self.cheap_rollouts = CheapRollouts(self)
@@ -260,7 +263,8 @@ class MethodsMixin(StatefulMixin):
         if not isinstance(made, GeneratedWork):
             return host(*columns, **named)
         rewards = rewards_of(self, made.work, host, *columns, **named)
-        self.batch_phase = ScoredWork(made.work, made.rows, rewards)
+        steps = noted_steps(self, made.work, rewards) if "step_rewards" in self.methods.needs else None
+        self.batch_phase = ScoredWork(made.work, made.rows, rewards, steps)
         return rewards
 
     def _transform_advantages(self, advantages: Tensor) -> Tensor:

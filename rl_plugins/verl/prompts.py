@@ -27,6 +27,7 @@ VERSIONS = "rl_plugins_versions"  # of its trained tokens, see `rows.token_versi
 TURNS = "rl_plugins_turns"  # of the agent, see `rows.read_turns`
 MADE = "rl_plugins_program"  # what a rollout program says of its row, see session.py
 NUMBERS = "rl_plugins_numbers"  # see `numbers_of`
+STEPS = "rl_plugins_steps"  # see `scores.sums`
 TECHNICAL = (PROMPT_INDEX, "dummy_tensor", "index", "tools_kwargs", "interaction_kwargs", "raw_prompt", "extra_info")
 PLANNED_AGENT = "rl_plugins_planned"  # agent loop that serves given completions, prefixes and token limits
 PROGRAM_AGENT = "rl_plugins_program"  # agent loop that runs a rollout program

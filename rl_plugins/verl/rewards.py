@@ -15,6 +15,7 @@ from typing import Any
 from rl_plugins.core.errors import ConfigError, shortened, shown
 from rl_plugins.core.rollouts import RewardFunction, Run
 from rl_plugins.kit.threads import finished
+from rl_plugins.runtime.step_rewards import total
 from rl_plugins.verl.capabilities import Reader
 
 MANAGERS = ("naive", "dapo", "limited", "gdpo")  # verl's own, which call the function once per row
@@ -129,6 +130,7 @@ def _part(last: _Last, name: str, component: bool) -> Callable[..., list[float |
                 raise ValueError(f"the reward function answers with {type(answer).__name__}, so there is no `{name}`")
             else:
                 value = answer
+            value = total(value)
             found.append(None if value is None or math.isnan(value) else float(value))
         return found
 

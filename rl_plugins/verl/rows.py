@@ -19,10 +19,11 @@ from rl_plugins.core.requests import ORIGIN, Turn
 from rl_plugins.core.rollouts import Jagged, Rollouts, TokenIds, Tokens, weighted_reward
 from rl_plugins.runtime.preflight import no_row_has
 from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.step_rewards import combined
 from rl_plugins.runtime.turn_table import spans
 from rl_plugins.verl.capabilities import NESTED_COLUMNS
 from rl_plugins.verl.host import Batch, Columns, Tokenizer
-from rl_plugins.verl.prompts import COLUMN, MADE, NUMBERS, TURNS, VERSIONS, Note, Ranges, ranges
+from rl_plugins.verl.prompts import COLUMN, MADE, NUMBERS, STEPS, TURNS, VERSIONS, Note, Ranges, ranges
 
 ROW_COLUMN, TOKEN_COLUMN = "rl_plugins_row_column:", "rl_plugins_token_column:"
 REAL = "rl_plugins_real"  # 1 for rows, 0 for those verl adds to fill the batch
@@ -37,6 +38,7 @@ TOKEN_COLUMNS = {
     "ref_logprobs": "ref_log_prob",
     "entropies": "entropy",
     "sum_squared_probs": "rl_plugins_sum_squared_probs",
+    "teacher_logprobs": "rl_plugins_teacher_log_prob",
 }
 
 
@@ -194,6 +196,7 @@ def read_rollouts(
         current_version=published,
         steps_since_published=steps_since,
         token_ids=_token_ids(rows) if "token_ids" in needs else None,
+        step_rewards=_step_rewards(extra, each, weights) if "step_rewards" in needs else None,
         text=text if "text" in needs else None,
         raw_text=tokenizer.batch_decode(responses, skip_special_tokens=False) if "raw_text" in needs else None,
         messages=[[{"role": "assistant", "content": t}] for t in text or ()] if "messages" in needs else None,
@@ -201,6 +204,16 @@ def read_rollouts(
         payload=[note["payload"] for note in notes],
         batch=number,
     )
+
+
+def _step_rewards(extra: Sequence[Mapping[str, Any]], rewards: Tensor, weights: Tensor) -> Jagged:
+    """Lists that the reward function returned; a row whose reward was known already has one step.
+
+    Args:
+        rewards: (rows, rewards)
+    """
+    noted = [e.get(STEPS) or [None] * len(weights) for e in extra]
+    return combined([list(of_reward) for of_reward in zip(*noted, strict=True)], rewards, weights)
 
 
 def _token_ids(rows: Mapping[str, Any]) -> TokenIds:

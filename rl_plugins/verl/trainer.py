@@ -51,10 +51,11 @@ from rl_plugins.verl.config import MODES, chat_of, end_tokens
 from rl_plugins.verl.costs import Meters
 from rl_plugins.verl.evaluation import PlannedBatches
 from rl_plugins.verl.processes import Watch, ask, confirm, died
-from rl_plugins.verl.prompts import PLANNED_AGENT, PROMPT_INDEX, PromptBatches, number_rows
+from rl_plugins.verl.prompts import PLANNED_AGENT, PROMPT_INDEX, PromptBatches, messages_of, number_rows
 from rl_plugins.verl.rewards import with_reward_functions
 from rl_plugins.verl.rows import GROUP, flat, notes_of, read_rollouts, split
 from rl_plugins.verl.saved import ACCEPT, check_saved, host_files, save_costs, saved_costs
+from rl_plugins.verl.teacher import read_by_teacher
 from rl_plugins.verl.versions import Snapshots
 
 SUM_PI_SQUARED = "calculate_sum_pi_squared"  # of verl's engine
@@ -109,8 +110,8 @@ class MethodsTrainer(host.Trainer):
             number_rows(self.train_dataset)
             self.methods.check(self.known().run())  # again: now the dataset is known, too
             template = self.config.data.get("apply_chat_template_kwargs")
-            chat = chat_of(self.tokenizer, end_tokens(model), template)
-            run = replace(self.known().run(), fingerprint=self._fingerprint, chat=chat)
+            self._chat = chat_of(self.tokenizer, end_tokens(model), template)
+            run = replace(self.known().run(), fingerprint=self._fingerprint, chat=self._chat)
             self.methods.start(with_reward_functions(run, Reader(self.config), self.settings.rewards))
             if self.global_steps:
                 self._load_state()
@@ -141,7 +142,8 @@ class MethodsTrainer(host.Trainer):
             ):
                 temperature = float(self.config.actor_rollout_ref.rollout.temperature)
                 self._snapshots = Snapshots(self.actor_rollout_wg, Reader(self.config)(MAX_VERSIONS), temperature)
-            ask(agent_loop_manager.agent_loop_workers, scores.install, self.settings.on_reward_error)
+            stepwise = (tuple(self.settings.rewards) or ("score",)) if "step_rewards" in self.methods.needs else ()
+            ask(agent_loop_manager.agent_loop_workers, scores.install, self.settings.on_reward_error, stepwise)
             watch = Watch({f"agent loop {i}": w for i, w in enumerate(agent_loop_manager.agent_loop_workers)})
             self._watch = watch
             wait = self.replay_buffer._wait_for_next_poll
@@ -386,7 +388,19 @@ class MethodsTrainer(host.Trainer):
             self._by_generating_weights(batch, self._selected)
         if self._selected is not None:
             complete_rollout_logprobs(batch, self._selected.unknown, metrics)
+            if "teacher_logprobs" in self.methods.token_columns:
+                self._read_by_teacher(batch, self._selected)
         return batch
+
+    def _read_by_teacher(self, batch: host.Batch, selected: Selected) -> None:
+        read_by_teacher(
+            batch,
+            selected.teacher,
+            lambda prompt: self._chat.prompt(messages_of(prompt)),
+            self.actor_rollout_wg.compute_log_prob,
+            float(self.config.actor_rollout_ref.rollout.temperature),
+            logprob_multiple(self.config, self._ranks, False),
+        )
 
     def _by_generating_weights(self, batch: host.Batch, selected: Selected) -> None:
         """Old log-probs of every token by the weights that generated it."""

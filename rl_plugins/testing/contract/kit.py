@@ -22,7 +22,8 @@ from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing.contract.compare import copy_of, differences
 from rl_plugins.testing.contract.dataset import StoredDataset, column_value
 from rl_plugins.testing.contract.results import wrong_result
-from rl_plugins.testing.data import make_rollouts, make_run, make_token_ids, make_tokens
+from rl_plugins.testing.data import make_rollouts, make_run, make_step_rewards, make_token_ids, make_tokens, one_step
+from rl_plugins.testing.engine import CharChat
 
 OURS = "rl_plugins."  # modules of this package
 TOKEN_FIELDS = {name: name for name in TOKEN_SIGNALS} | {"token_versions": "version"}
@@ -98,7 +99,7 @@ class Kit:
         data = self.dataset
         columns = tuple(data.column_names)
         facts = dict(dataset=data, dataset_size=PROMPTS, columns=columns, group_size=GROUP_SIZE) | self.facts
-        return make_run(**facts)
+        return make_run(**{"chat": CharChat(), **facts})
 
     @property
     def columns(self) -> list[str]:
@@ -147,6 +148,8 @@ class Kit:
         meta = {c: [column_value(c, p) for p in made.prompt_index.tolist()] for c in self.columns}
         made = made.replace(meta={**meta, **made.meta}, **fields)
         if "token_ids" in self.needs:
+        if "step_rewards" in self.needs:
+            made = made.replace(step_rewards=make_step_rewards(made))
             made = made.replace(token_ids=make_token_ids(made))
         if turns or "turns" in self.needs:
             made = made.replace(turns=_turns(made))
@@ -157,8 +160,7 @@ class Kit:
         return tokens.replace(**{name: None for signal, name in TOKEN_FIELDS.items() if signal not in self.needs})
 
     def decide(self, stack: MethodStack, rollouts: Rollouts, tokens: Tokens, budget: int | None = None) -> Decision:
-        budget = len(rollouts) if budget is None else budget
-        decision = decide(stack, rollouts, tokens, None, grpo_advantages, budget)
+        decision = one_step(stack, rollouts, tokens, budget)
         stack.stats.update(combine([stack.metrics.take()]))
         return decision
 

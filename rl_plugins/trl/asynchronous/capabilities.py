@@ -195,6 +195,8 @@ def _missing_signals(given: KnownAsync) -> dict[str, str]:
         "turn_limits": NO_TURN_LIMITS,
         "redundancy": "the rollout worker of TRL's asynchronous trainer waits for all rollouts of a prompt.",
         "turns": "samples in the queue of TRL's asynchronous trainer do not tell turns.",
+        "step_rewards": "TRL's asynchronous trainer scores in a process of its own, which takes numbers. Use "
+        "rl_plugins.trl.GRPOTrainer.",
         "ref_logprobs": "TRL's asynchronous trainer has no reference model.",
         "whole_batches": "TRL's asynchronous trainer takes groups one by one out of a queue, so they may be trained in "
         "different steps. Use rl_plugins.trl.GRPOTrainer.",

@@ -134,7 +134,7 @@ def decided_by_driver(
         columns: signal -> (rows, time).
     """
     stack, work, budget = trainer.methods, scored.work, trainer.args.generation_batch_size
-    local, inside, versions = collect(trainer, work.mine, scored.rows, host_advantages, columns)
+    local, inside, versions = collect(trainer, scored, host_advantages, columns)
     parts = to_driver(trainer.accelerator, local)
     of_programs = gather(trainer.accelerator, stack.metrics.take()) if work.by_program else []
     on_driver: list[DriverDecision] = []
@@ -168,6 +168,7 @@ def decided_by_driver(
 
 
 def host_estimator(trainer: Trainer, rollouts: Rollouts) -> Tensor:
+        scored.step_rewards,
     """TRL's estimator for groups of any size."""
     if trainer.multi_objective_aggregation == "normalize_then_sum":
         return gdpo_advantages(rollouts.rewards, rollouts.reward_weights, rollouts.groups)

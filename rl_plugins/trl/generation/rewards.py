@@ -14,13 +14,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import TrainerState
 from trl.trainer.utils import is_async_callable
 
 from rl_plugins.core.errors import ConfigError, shortened, shown
 from rl_plugins.core.requests import Chat
-from rl_plugins.core.rollouts import RewardFunction, Run
+from rl_plugins.core.rollouts import Jagged, RewardFunction, Run
 from rl_plugins.kit.threads import finished
+from rl_plugins.runtime.step_rewards import combined, steps_of, total
+from rl_plugins.trl.generation.work import Work
 from rl_plugins.trl.host import Trainer
 
 logger = logging.getLogger("rl_plugins")
@@ -89,6 +92,43 @@ def masking(function: Any, name: str) -> Any:
             return told(given, answers, error)
 
     return waits if is_async_callable(function) else calls
+
+
+STEPS = "step_rewards/"
+"""Before the name of a reward function: the column of TRL's table of completions that has its lists."""
+
+
+def with_steps(function: Any, name: str) -> Any:
+    """A reward function that may return a list for a completion, one number per step: TRL gets the sum, and its table
+    of completions the lists. A reward model is left as it is."""
+    if isinstance(function, torch.nn.Module):
+        return function
+
+    def summed(given: Mapping[str, Any], answers: Sequence[Any]) -> list[Any]:
+        given["log_extra"](STEPS + name, [steps_of(a) for a in answers])
+        return [total(a) for a in answers]
+
+    @functools.wraps(function)
+    async def waits(**given: Any) -> Any:
+        return summed(given, await function(**given))
+
+    @functools.wraps(function)
+    def calls(**given: Any) -> Any:
+        return summed(given, function(**given))
+
+    return waits if is_async_callable(function) else calls
+
+
+def noted_steps(trainer: Trainer, work: Work, rewards: Tensor) -> Jagged:
+    """Rewards per step of this rank's rows, before TRL moves its table of completions on. A row whose rewards were
+    known already has one step.
+
+    Args:
+        rewards: (rows of all ranks, functions)
+    """
+    rows, weights = len(work.mine), trainer.reward_weights.double().cpu()
+    noted = [trainer._pending_extra_logs.get(STEPS + name) or [None] * rows for name in trainer.reward_func_names]
+    return combined(noted, rewards[work.rank * rows :][:rows].double().cpu(), weights)
 
 
 def functions_of_config(model: str | None, names: Sequence[str]) -> list[Any]:
@@ -172,7 +212,7 @@ def _caller(
         )
         if is_async_callable(function):
             answers = wait(answers)
-        found = [None if a is None else float(a) for a in answers]
+        found = [None if a is None else float(a) for a in map(total, answers)]
         if len(found) != len(rows):
             raise ValueError(f"the reward function `{name}` returned {len(found)} rewards for {len(rows)} completions")
         return found

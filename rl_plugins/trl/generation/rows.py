@@ -18,7 +18,7 @@ from rl_plugins.core.rollouts import Jagged, Rollouts, TokenIds, Tokens, weighte
 from rl_plugins.runtime.preflight import no_row_has
 from rl_plugins.runtime.turn_table import FlatTurns, spans, token_turns, turn_table
 from rl_plugins.trl.generation.programs import host_turns
-from rl_plugins.trl.generation.work import Row, Work, flat
+from rl_plugins.trl.generation.work import Row, ScoredWork, Work, flat
 from rl_plugins.trl.host import HostRows, Trainer, tokenizer_of
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class LocalRows:
         truncated: (rows,). advantages: (rows,) TRL's own. version, newest_version: (rows,) of its tokens.
         tokens: of these rows, where somebody reads them.
         ids: prompts and completions with what was read, where somebody reads them.
-        turns: of these rows; meta, text, raw_text, messages: of each row, where somebody needs them.
+        turns, steps: turns of these rows and rewards of their steps; meta, text, raw_text, messages: of each row, where somebody needs them.
     """
 
     length: Tensor
@@ -110,6 +110,7 @@ class LocalRows:
     ids: LocalIds | None = None
     meta: list[dict[str, Any]] | None = None
     turns: FlatTurns | None = None
+    steps: Jagged | None = None
     text: list[str] | None = None
     raw_text: list[str] | None = None
     messages: list[Any] | None = None
@@ -127,15 +128,15 @@ class AllRows:
 
 
 def collect(
-    trainer: Trainer, rows: Sequence[Row], made: HostRows, advantages: Tensor, columns: Mapping[str, Tensor]
+    trainer: Trainer, scored: ScoredWork, advantages: Tensor, columns: Mapping[str, Tensor]
 ) -> tuple[LocalRows, Inside, Tensor | None]:
     """This rank's rows; where their tokens are; (rows, time) versions, if they differ.
 
     Args:
-        made: what TRL generated of them.
         advantages: (rows,) TRL's own.
         columns: signal -> (rows, time).
     """
+    rows, made = scored.work.mine, scored.rows
     needs, ids = trainer.methods.needs_now, made.ids
     real = [i for i, r in enumerate(rows) if r.plan is not None]
     ends = {*trainer.eos_token_ids, tokenizer_of(trainer).pad_token_id}
@@ -184,6 +185,7 @@ def collect(
         ids=LocalIds.of(made, real) if "token_ids" in needs else None,
         meta=[t.columns for t in trajectories] if programs else None,
         turns=turns,
+        steps=None if scored.step_rewards is None else scored.step_rewards.take(torch.tensor(real)),
         text=decoded("text", False),
         raw_text=decoded("raw_text", True),
         messages=[made.completions[i] for i in real] if "messages" in needs else None,
@@ -264,6 +266,7 @@ def rollouts_of(trainer: Trainer, work: Work, rewards: Tensor, parts: Sequence[L
         newest_version=torch.cat([p.newest_version for p in parts]),
         current_version=now,
         token_ids=_token_ids_of(parts),
+        step_rewards=_steps_of(parts),
         text=_listed([p.text for p in parts]),
         raw_text=_listed([p.raw_text for p in parts]),
         messages=_listed([p.messages for p in parts]),
@@ -299,6 +302,12 @@ def _token_ids_of(parts: Sequence[LocalRows]) -> TokenIds | None:
         completion=completion,
         observed=Jagged(torch.cat(read), completion.offsets),
     )
+
+
+def _steps_of(parts: Sequence[LocalRows]) -> Jagged | None:
+    """Rewards of the steps of all rows, if somebody reads them."""
+    each = [p.steps for p in parts if p.steps is not None]
+    return Jagged.of(torch.cat([s.values for s in each]), torch.cat([s.length for s in each])) if each else None
 
 
 def _tokens_of(lengths: Sequence[Tensor], parts: Sequence[LocalTokens], now: int) -> Tokens | None:

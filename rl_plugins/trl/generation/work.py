@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from rl_plugins.core.requests import Trajectory
-from rl_plugins.core.rollouts import Completion, PlanRow
+from rl_plugins.core.rollouts import Completion, Jagged, PlanRow
 from rl_plugins.runtime.ranks import deal
 from rl_plugins.trl.generation.prompts import Prompts
 from rl_plugins.trl.host import HostRows, Trainer
@@ -137,9 +137,11 @@ class GeneratedWork:
 
 @dataclass(frozen=True)
 class ScoredWork(GeneratedWork):
-    """rewards: (rows of all ranks, functions), NaN for fillers."""
+    """rewards: (rows of all ranks, functions), NaN for fillers. step_rewards: of this rank's rows, if a method needs
+    them."""
 
     rewards: Tensor
+    step_rewards: Jagged | None
 
 
 def dealt(trainer: Trainer, rows: Sequence[Row]) -> list[list[Row]]:
