@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_trace import Drops, Halves, Ranks, Shapes, batch_of, started
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from traces import a_row, write_batch
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from typer.testing import CliRunner
@@ -125,9 +126,23 @@ def test_what_is_not_there_is_named(run: Path, words: list[str], said: str) -> N
     assert done.exit_code == 2 and said in " ".join(done.output.split())
 
 
-def test_a_folder_without_a_trace(tmp_path: Path) -> None:
+def test_where_a_trace_is_found(tmp_path: Path) -> None:
+    """In a run, and in a folder above one, as verl has it; of several runs one must be named."""
     done = invoke(str(tmp_path))
     assert done.exit_code == 2 and "has no trace" in done.output and "trace: true" in done.output
+    for name in ("one", "two"):
+        write_batch(tmp_path / "checkpoints" / "project" / name / "trace", 0, [a_row(0, 0, [1])])
+        found = invoke(str(tmp_path))
+        assert found.exit_code == (0 if name == "one" else 2)
+    assert "project/one" in found.output and "project/two" in found.output
+    assert invoke(str(tmp_path / "checkpoints" / "project" / "two")).exit_code == 0
+
+
+def test_what_rounding_left_of_0_is_0(tmp_path: Path) -> None:
+    rows = [a_row(k, 0, [1], raw_reward=r, grpo=-1.793e-17, advantage=3e-8) for k, r in enumerate((-1e-17, 0.0))]
+    write_batch(tmp_path, 0, rows)
+    shown = [invoke(str(tmp_path)), invoke(str(tmp_path), "--batch", "0", "--group", "0")]
+    assert not any("e-" in done.output for done in shown) and "plain GRPO 0," in shown[1].output
 
 
 def test_completions_that_share_a_beginning_are_a_tree() -> None:

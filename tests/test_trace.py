@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,14 @@ def test_files_say_what_was_decided(tmp_path: Path) -> None:
         assert group["change"] == pytest.approx(float(change[mine & d.trained].max()))
         assert group["spread"] == pytest.approx(2.0)
     assert {t["id"]: t["text"] for t in read(tmp_path, "tokens")} == dict(enumerate("abcde"))
+
+
+@pytest.mark.parametrize(("host", "eps"), [("trl", 1e-4), ("verl", 1e-6)])
+def test_plain_grpo_is_that_of_the_host(tmp_path: Path, host: str, eps: float) -> None:
+    """Without a method nothing changes an advantage."""
+    stack = started(tmp_path, run=make_run(chat=Letters(), total_batches=1, host=host))
+    decide(stack, *batch_of(), None, partial(grpo_advantages, eps=eps), 10**6)
+    assert [g["change"] for g in read(tmp_path, "batches")[0]["groups"]] == [0, 0]
 
 
 def test_datasets_reads_every_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

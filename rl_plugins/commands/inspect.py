@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    run: Annotated[Path, typer.Argument(help="Folder of a run that was made with `trace: true`.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run that was made with `trace: true`, or one above it.")],
     batch: Annotated[int | None, typer.Option(help="Generation batch whose groups are listed.", min=0)] = None,
     group: Annotated[int | None, typer.Option(help="Group of the batch whose rollouts are shown.")] = None,
     compare: Annotated[

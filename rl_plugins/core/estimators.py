@@ -22,12 +22,16 @@ _ROUNDING = 1e-6
 Scale = Literal["group", "batch", "none"]
 
 
-def grpo_advantages(rollouts: Rollouts, scale: Scale = "group", eps: float = 1e-4) -> Tensor:
+GRPO_EPS = {"trl": 1e-4, "verl": 1e-6}
+"""What a host adds to the deviation that GRPO divides by."""
+
+
+def grpo_advantages(rollouts: Rollouts, scale: Scale = "group", eps: float = GRPO_EPS["trl"]) -> Tensor:
     """GRPO (arXiv 2402.03300): `A = (r - mean_group) / (std + eps)`.
 
     Args:
         scale: `std` of the group, of all rewards of the batch, or no division at all (Dr. GRPO, arXiv 2503.20783).
-        eps: 1e-4 in TRL, 1e-6 in verl.
+        eps: see `GRPO_EPS`.
 
     Returns:
         (rows,) float64; 0 for rows without a reward and for groups of one.

@@ -23,10 +23,17 @@ from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.workers.utils.padding import response_from_nested
 
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.estimators import Scale, batch_std, grpo_advantages
+from rl_plugins.core.estimators import GRPO_EPS, Scale, batch_std, grpo_advantages
 from rl_plugins.core.groups import Groups, spread
 from rl_plugins.core.rollouts import Rollouts, weighted_reward
-from rl_plugins.runtime.decide import Decision, Selection, check_made, decide_advantages, select_rows
+from rl_plugins.runtime.decide import (
+    Decision,
+    Selection,
+    check_made,
+    decide_advantages,
+    select_rows,
+    teacher_prompts,
+)
 from rl_plugins.runtime.idle import look_for_idle
 from rl_plugins.runtime.metrics import Partial, combine
 from rl_plugins.runtime.stack import MethodStack
@@ -132,6 +139,7 @@ class Selected:
         turns: of every row; None if no method asks for them.
         versions: key of a row -> (response,) of each token; None if no method asks for them.
         forced, unknown: key of a row -> its tokens that were put in the policy's place, and those without a log-prob.
+        teacher: key of a row -> its prompt for the teacher, None without one; None instead of them: each has its own.
         logged: what rollout programs logged.
         lag: batches between the plan of a row and now, mean over the rows.
         by_program: rollout programs made rows.
@@ -148,6 +156,7 @@ class Selected:
     versions: Mapping[str, Tensor] | None
     forced: Mapping[str, Ranges]
     unknown: Mapping[str, Ranges]
+    teacher: Mapping[str, Any] | None
     logged: Sequence[Partial]
     lag: float
     by_program: bool
@@ -213,6 +222,7 @@ class Decisions:
         if turns is not None:
             rollouts = rollouts.replace(turns=turn_table(rollouts, turns))
         selection = select_rows(self.stack, rollouts)
+        teacher = teacher_prompts(self.stack, selection)
         keys, extra = batch.keys, rows["extra_fields"]
         tokens = torch.tensor([e[NUMBERS][0] for e in extra], dtype=torch.int64)
         self._write_rewards(batch, tokens, selection)
@@ -230,6 +240,7 @@ class Decisions:
             versions=None if versions is None else dict(zip(batch.keys, versions, strict=True)),
             forced={key: e.get(FORCED, []) for key, e in zip(keys, extra, strict=True)},
             unknown={key: e[UNKNOWN] for key, e in zip(keys, extra, strict=True) if e.get(UNKNOWN)},
+            teacher=None if teacher is None else dict(zip(keys, teacher, strict=True)),
             logged=[e[MADE]["metrics"] for e in extra if e.get(MADE, {}).get("metrics")],
             lag=sum(now - n.get("planned_at", now) for n in rows[COLUMN]) / len(keys),
             by_program=any(MADE in e for e in extra),
@@ -325,11 +336,11 @@ class Decisions:
         all of them."""
         scale: Scale = "group" if self.config.algorithm.get("norm_adv_by_std_in_grpo", True) else "none"
         if not selected.several_rows_of_verl:
-            return grpo_advantages(rollouts, scale, 1e-6)
+            return grpo_advantages(rollouts, scale, GRPO_EPS["verl"])
         once = rollouts.per_rollout
         last = torch.zeros(len(rollouts), dtype=torch.bool).index_fill(0, once.last, True)
         values = torch.zeros(len(rollouts), dtype=torch.float64)
-        values[last] = grpo_advantages(rollouts.subset(last), scale, 1e-6)
+        values[last] = grpo_advantages(rollouts.subset(last), scale, GRPO_EPS["verl"])
         return once.rows.rows(values[once.last])
 
     def _columns(

@@ -12,6 +12,8 @@ from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.files import parquet_of
 
 Record = dict[str, Any]
+NOISE = 1e-4
+"""Differences of advantages up to this are rounding: hosts compute them in float32."""
 _NUMBER = re.compile(r"batch-(\d+)\.parquet")
 
 
@@ -19,21 +21,16 @@ class TraceFolder:
     """A trace on disk.
 
     Args:
-        run: folder of a run (with the folder `trace`), or of the trace itself.
+        run: folder of a run (with the folder `trace`), of the trace itself, or a folder above one run alone: verl
+            writes to checkpoints/PROJECT/EXPERIMENT.
         last: newest batches whose rollouts are looked at; None: all.
 
     Raises:
-        ConfigError: there is no trace.
+        ConfigError: there is no trace, or there are several.
     """
 
     def __init__(self, run: Path, last: int | None = None) -> None:
-        here = [folder for folder in (run / "trace", run) if (folder / "batches").is_dir()]
-        if not here:
-            raise ConfigError(
-                f"{run} has no trace. Give the folder of a run that was made with the config word `trace: true` "
-                f"(verl: +rl_plugins.trace=true)."
-            )
-        self.path, self.last = here[0], last
+        self.path, self.last = _place_of(run), last
         # groups of one batch are usually looked at one after another
         self._whole = lru_cache(maxsize=2)(self._read_rollouts)
         if not self.numbers:
@@ -56,7 +53,11 @@ class TraceFolder:
     @cached_property
     def batches(self) -> list[Record]:
         """Summaries of all batches, in order."""
-        return [record for n in self.numbers for record in self.table("batches", n).to_pylist()]
+        found = [record for n in self.numbers for record in self.table("batches", n).to_pylist()]
+        for group in (g for record in found for g in record["groups"]):
+            if group["change"] is not None and group["change"] <= NOISE:
+                group["change"] = 0.0
+        return found
 
     @cached_property
     def texts(self) -> dict[int, str]:
@@ -124,6 +125,23 @@ class TraceFolder:
     def _numbers(self, table: str) -> list[int]:
         found = (_NUMBER.fullmatch(p.name) for p in (self.path / table).iterdir())
         return sorted(int(m[1]) for m in found if m)
+
+
+def _place_of(run: Path) -> Path:
+    for folder in (run / "trace", run):
+        if (folder / "batches").is_dir():
+            return folder
+    below = sorted({b.parent for depth in range(1, 4) for b in run.glob("*/" * depth + "trace/batches")})
+    if len(below) == 1:
+        return below[0]
+    if below:
+        some = ", ".join(str(folder.parent) for folder in below[:10])
+        raise ConfigError(f"{run} has {len(below)} runs with a trace. Give the folder of one of them: {some}.")
+    raise ConfigError(
+        f"{run} has no trace. Give the folder of a run that was made with the config word `trace: true` (verl: "
+        f"+rl_plugins.trace=true; the folder is trainer.default_local_dir, checkpoints/PROJECT/EXPERIMENT if it is not "
+        f"set)."
+    )
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -9,8 +9,6 @@ import numpy as np
 from rl_plugins.lab.viewer.folder import Record, TraceFolder
 
 COLUMNS = ("group", "prompt_index", "rows", "trained", "reward", "spread", "change", "truncated", "age", "recorded")
-NOISE = 1e-4
-"""Differences of advantages up to this are rounding: hosts compute them in float32."""
 FLAT = 1e-6
 """A reward function varies in a group if its rewards lie further apart than this."""
 
@@ -29,7 +27,6 @@ def batch_summary(trace: TraceFolder, summary: Record) -> Record:
         clipped, where that is recorded), `rewards` ({function: mean}), and `left` ({"method.hook": [rows, tokens]}).
     """
     groups = {name: [g[name] for g in summary["groups"]] for name in COLUMNS}
-    groups["change"] = [c if c is None or c > NOISE else 0.0 for c in groups["change"]]
     number = summary["batch"]
     found = {
         **summary,

@@ -19,6 +19,7 @@ from rl_plugins.lab.viewer.comparison import SamePrompt, word_differences
 from rl_plugins.lab.viewer.folder import TraceFolder
 
 LONGEST = 2000  # characters of a text that are printed
+ROUNDING = 1e-12  # a number below it is what rounding left of 0
 
 
 def visible(text: str, most: int = LONGEST) -> str:
@@ -173,7 +174,7 @@ def _differences(a: str, b: str) -> Text:
 def _number(value: Any) -> str:
     if value is None or math.isnan(value):
         return "-"
-    return f"{value:.4g}"
+    return f"{0.0 if abs(value) < ROUNDING else value:.4g}"
 
 
 def _mean(values: list[float]) -> float:

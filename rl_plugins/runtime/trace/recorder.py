@@ -21,7 +21,7 @@ from rl_plugins.runtime.trace.notes import rendered
 from rl_plugins.runtime.trace.writer import Writer
 
 RATIO = "ratio"
-SIGNALS = (*sorted(TOKEN_SIGNALS - {"sum_squared_probs"}), RATIO, "turns")
+SIGNALS = (*sorted(TOKEN_SIGNALS - {"sum_squared_probs", "teacher_logprobs"}), RATIO, "turns")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.core.errors import shortened
-from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.estimators import GRPO_EPS, grpo_advantages
 from rl_plugins.core.groups import Groups, count_true
 from rl_plugins.core.method import RowNote, TurnNote
 from rl_plugins.core.requests import ORIGIN, Kind
@@ -30,7 +30,8 @@ class Read:
     """A batch in the coordinates of its rows.
 
     Attributes:
-        rollouts: all rows. raw: (rows,) weighted rewards before the hooks. grpo: (rows,) advantages of plain GRPO.
+        rollouts: all rows. raw: (rows,) weighted rewards before the hooks. grpo: (rows,) advantages of plain GRPO,
+            with what the host adds to the deviation.
         kept: (kept rows,) numbers of the rows that `select` left.
         start: where each row's tokens begin, and their number; tokens lie row by row. position: (tokens,) array.
         place: of each row, its place among those that `select` left.
@@ -46,11 +47,11 @@ class Read:
         row_columns, token_columns: (name, values) of `shape`, of the rows and tokens that `select` left.
     """
 
-    def __init__(self, batch: TracedBatch) -> None:
+    def __init__(self, batch: TracedBatch, host: str) -> None:
         r, t = batch.rollouts, batch.tokens
         self.batch, self.rollouts, self.tokens = batch, r, t
         self.raw = weighted_reward(r.rewards, r.reward_weights)
-        self.grpo = grpo_advantages(r.replace(reward=self.raw))
+        self.grpo = grpo_advantages(r.replace(reward=self.raw), eps=GRPO_EPS.get(host, GRPO_EPS["trl"]))
         self.kept = r.kept.nonzero()[:, 0]
         self.of_row = Groups(t.row, count=len(r))
         self.start: list[int] = torch.cumsum(torch.bincount(t.row, minlength=len(r)), 0).tolist()

@@ -80,7 +80,7 @@ class Writer:
         return "" if failure is None else f"{type(failure).__name__}: {shortened(failure, 200)}"
 
     def _write(self, batch: TracedBatch, now: float) -> None:
-        read = Read(batch)
+        read = Read(batch, self.host)
         records = row_records(read, self._decoded)
         number = batch.rollouts.batch
         new = self._new_tokens(records)

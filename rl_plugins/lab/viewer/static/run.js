@@ -57,11 +57,12 @@ const RunView = ({ run }) => {
 // Values that the methods and the trainer logged; those of methods first.
 const Logged = ({ run, names, x, pick }) => {
   const own = names.filter((n) => run.methods.some((m) => n.startsWith(`${m}/`)));
-  const [chosen, choose] = useState(own[0] || names[0]);
+  const drawn = own.slice(0, 6), others = names.filter((n) => !drawn.includes(n));
+  const [chosen, choose] = useState(others[0]);
   const curve = (n) => html`<${Chart} key=${n} title=${n} x=${x} onPick=${pick} series=${[{ label: "value", values: run.batches.map((b) => b.stats[n] ?? null) }]}/>`;
-  return html`<h2>Logged values</h2><div class="charts">${own.slice(0, 6).map(curve)}</div>
-    <p><label>Another value <select value=${chosen} onChange=${(e) => choose(e.target.value)}>${names.map((n) => html`<option value=${n} selected=${n === chosen}>${n}</option>`)}</select></label></p>
-    <div class="charts">${curve(chosen)}</div>`;
+  return html`<h2>Logged values</h2><div class="charts">${drawn.map(curve)}</div>
+    ${others.length ? html`<p><label>Another value <select value=${chosen} onChange=${(e) => choose(e.target.value)}>${others.map((n) => html`<option value=${n} selected=${n === chosen}>${n}</option>`)}</select></label></p>
+    <div class="charts">${curve(chosen)}</div>` : ""}`;
 };
 
 // ---- groups over batches: from the weights that began a group to the batch that trained it
