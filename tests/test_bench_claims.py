@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.lab.bench import chains, paraphrases
 from rl_plugins.lab.bench.claims import claims
 from rl_plugins.lab.bench.tasks import TASKS
 from rl_plugins.lab.bench.variants import BenchVariant
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.card_file import card_file
 
 
 def papers() -> dict[str, str]:

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from rl_plugins.cards.card_file import CardFile, _read, card_file
 from rl_plugins.cards.catalog import card_of, entries
 from rl_plugins.cards.info import info
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.card_file import CardFile, _read, card_file
 
 METHOD = '''
 from rl_plugins import Method

@@ -11,13 +11,13 @@ from typing import get_args, get_origin, get_type_hints
 
 import pytest
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.catalog import example_of
 from rl_plugins.cards.problems import PROBLEMS
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Bundle
 from rl_plugins.core.params import describe_params, parse_value, resolve_callable
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.card_file import card_file
 from rl_plugins.runtime.stack import build_stack
 
 BUILT_IN = [n for n in registry.all_names() if any(o.where.startswith("rl_plugins.") for o in registry.origins_of(n))]

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from rl_plugins.cards import catalog
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.info import info
 from rl_plugins.cards.pairs import conflicts, excluded
 from rl_plugins.cards.problems import PROBLEMS
@@ -19,6 +18,7 @@ from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Bundle
 from rl_plugins.lab.pages import FILLED, choose, on_site
 from rl_plugins.lab.pages.methods import slug
+from rl_plugins.runtime.card_file import card_file
 from rl_plugins.runtime.stack import build_stack
 
 ROOT = Path(__file__).parents[1]

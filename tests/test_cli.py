@@ -26,7 +26,6 @@ from waiting import NEVER
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 from rl_plugins.cards import catalog
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.info import info
 from rl_plugins.cards.listing import print_list
 from rl_plugins.cards.usage import usage_of
@@ -37,6 +36,7 @@ from rl_plugins.core.method import HOOKS, SIGNALS, Bundle, Method
 from rl_plugins.lab import pages
 from rl_plugins.lab.pages import class_index
 from rl_plugins.runtime import registry, report, tested
+from rl_plugins.runtime.card_file import card_file
 from rl_plugins.runtime.stack import build_stack
 
 ROOT = Path(__file__).parents[1]

@@ -22,13 +22,13 @@ from typer.testing import CliRunner
 from waiting import NEVER
 
 from rl_plugins.cards import catalog
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.info import info
 from rl_plugins.cards.usage import hydra, usage_of
 from rl_plugins.commands.cli import app
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import HOOKS, Bundle
 from rl_plugins.runtime import registry, report
+from rl_plugins.runtime.card_file import card_file
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.verl import capabilities, compat, doctor, host_config, start
 from rl_plugins.verl.capabilities import Reader

@@ -15,7 +15,6 @@ import pytest
 import torch
 from cases import case_of
 
-from rl_plugins.cards.card_file import CardFile, Paper, card_file
 from rl_plugins.core.denoising import Denoise
 from rl_plugins.core.groups import Groups
 from rl_plugins.core.losses import ppo_clip
@@ -24,6 +23,7 @@ from rl_plugins.core.params import MethodParams, build_params, param
 from rl_plugins.core.requests import Generate, Score, Trajectory, together
 from rl_plugins.core.rollouts import Admission, Shape, Update
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.card_file import CardFile, Paper, card_file
 from rl_plugins.testing import check_method
 from rl_plugins.testing.contract import documents
 from rl_plugins.testing.contract.documents import section_problems

@@ -7,12 +7,12 @@ from collections import Counter
 
 import pytest
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.lab.pages import papers as page
 from rl_plugins.lab.pages.source import ROOT
 from rl_plugins.methods.mc_grpo import McGrpo
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.card_file import card_file
 from rl_plugins.runtime.papers import VERDICTS, no_method, reviewed
 
 

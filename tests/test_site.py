@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from snowballstemmer import stemmer
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.usage import usage_of
 from rl_plugins.core.method import Bundle
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.card_file import card_file
 
 pytestmark = pytest.mark.site
 

@@ -18,13 +18,13 @@ import pytest
 import torch
 from messages import raises
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError, MethodError, StateError
 from rl_plugins.core.method import HOOKS, Bundle, Method
 from rl_plugins.core.params import MethodParams, build_params, param
 from rl_plugins.core.rollouts import Shape
 from rl_plugins.methods.april import April
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.card_file import card_file
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.resume import needs_state, resume, save_run

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.catalog import entries, plugins
 from rl_plugins.cards.results import measured_of
 from rl_plugins.cards.usage import usage_of
@@ -29,6 +28,7 @@ from rl_plugins.core.method import Bundle, Method
 from rl_plugins.lab.pages import FILLED, on_site
 from rl_plugins.lab.pages.methods import section, slug
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.card_file import card_file
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "docs" / "figures"

@@ -10,13 +10,13 @@ from functools import cache, cached_property, partial
 from importlib.resources import files
 from typing import Any
 
-from rl_plugins.cards.card_file import CardFile, card_file
 from rl_plugins.cards.results import Result, measured_of
 from rl_plugins.cards.standing import Standing, standing_of
 from rl_plugins.core.errors import RLPluginsError
 from rl_plugins.core.method import HOOKS, SIGNALS, Bundle, Method
 from rl_plugins.diffusion.served import NO_HOOKS, NO_SIGNALS
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.card_file import CardFile, card_file
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.card_file import card_file
 
 Verdict = Literal["helps", "harmful", "within", "cannot be seen here", "failed", "not run", "not tested"]
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rl_plugins.cards.card_file import CardFile, Paper, card_file
 from rl_plugins.cards.catalog import (
     FIDELITY,
     Card,
@@ -29,6 +28,7 @@ from rl_plugins.core.errors import RLPluginsError
 from rl_plugins.core.method import Bundle, Method
 from rl_plugins.core.params import describe_params
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.card_file import CardFile, Paper, card_file
 from rl_plugins.tools import supervised
 
 

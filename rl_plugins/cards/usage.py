@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.catalog import HOSTS, OURS, Card, example_of, indexed, parts_of
 from rl_plugins.core.method import Bundle, Method
 from rl_plugins.kit.masked import MASKED_OPTIONS
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.card_file import card_file
 
 # What a run must have for a signal to exist, where no paper says otherwise.
 _FOR_SIGNAL: dict[str, dict[str, dict[str, Any]]] = {

@@ -30,7 +30,7 @@ def check(
     Parameters that must be given and are not are those of `example_params` of its card. Without --rows, an environment
     among the parameters is asked for some, where its class has `rows(n)`.
     """
-    from rl_plugins.cards.card_file import card_file
+    from rl_plugins.runtime.card_file import card_file
     from rl_plugins.testing.contract import check_method
     from rl_plugins.testing.contract.effects import idle_parameters
 

@@ -18,7 +18,6 @@ from one_method import acting
 from torch import Tensor
 from waiting import NEVER, SOON, Stuck, until
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.losses import aggregate, ppo_clip
 from rl_plugins.core.params import build_params
@@ -29,6 +28,7 @@ from rl_plugins.methods.aepo import AEPO
 from rl_plugins.methods.aepo_advantages import AepoAdvantages
 from rl_plugins.methods.aepo_clip import AepoClip
 from rl_plugins.methods.aepo_rollout import AepoRollout, branch_chance, initial_rollouts, turn_entropy
+from rl_plugins.runtime.card_file import card_file
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, make_terms, make_tokens, one_step, start_stack

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_method import method
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.groups import Groups
@@ -22,6 +21,7 @@ from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Rollouts, Update
 from rl_plugins.methods.brorl import BroRL, answer_statistics, group_size, lr_factor
 from rl_plugins.methods.v0 import V0
+from rl_plugins.runtime.card_file import card_file
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.preflight import HostCapabilities, preflight

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods.slices_loops import check_slices, slice_of_each
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import PromptPool
 from rl_plugins.kit.row_sets import RowSet
 from rl_plugins.methods.difficulty_slices import DifficultySlices, rounded, slices
+from rl_plugins.runtime.card_file import card_file
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.registry import load

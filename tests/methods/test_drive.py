@@ -14,11 +14,11 @@ from golden_cases import Case, Golden, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Completion, Plan, PlanRow, PromptPool
 from rl_plugins.methods.drive import Drive
+from rl_plugins.runtime.card_file import card_file
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack, build_stack

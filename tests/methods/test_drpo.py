@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from one_method import acting
 from torch import Tensor
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Method
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import Rollouts, Rows, Shape, Terms, Update
 from rl_plugins.methods.drpo import Drpo
+from rl_plugins.runtime.card_file import card_file
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.preflight import HostCapabilities, preflight

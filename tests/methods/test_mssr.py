@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_method import acting
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.method import Bundle, Method
 from rl_plugins.core.params import build_params
@@ -25,6 +24,7 @@ from rl_plugins.methods.mssr_baseline import MssrBaseline
 from rl_plugins.methods.mssr_prompts import MssrPrompts, weighted_draw
 from rl_plugins.methods.mssr_shaping import MssrShaping
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.card_file import card_file
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_method import acting
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.losses import ppo_clip
 from rl_plugins.core.params import build_params
 from rl_plugins.core.requests import Kind, Prompt
 from rl_plugins.methods.scope import Scope, first_wrong, split_steps
 from rl_plugins.methods.scope.steps import checked_scores
+from rl_plugins.runtime.card_file import card_file
 from rl_plugins.testing import make_rollouts, make_terms, make_tokens, one_step, start_stack
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 

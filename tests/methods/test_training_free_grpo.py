@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from one_method import acting, method
 from waiting import NEVER, SOON, Stuck
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.params import build_params
 from rl_plugins.core.rollouts import PlanRow, Rollouts
 from rl_plugins.lab.demo.advisor import ADVICE
 from rl_plugins.methods.training_free_grpo import TrainingFreeGrpo, library, read_library, texts, write_library
 from rl_plugins.methods.training_free_grpo.advisor import Advisor
+from rl_plugins.runtime.card_file import card_file
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_plan, make_rollouts, make_run, one_step, start_stack

@@ -20,13 +20,13 @@ from shallow_policy import TOOL, shallow_policy
 from transformers import AutoModelForCausalLM, set_seed
 from transformers.trainer_callback import PrinterCallback
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Idle
 from rl_plugins.environments import reasoning_gym
 from rl_plugins.methods.swarm_sapo import Files, Package
 from rl_plugins.methods.swarm_sapo.packages import written_files
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.card_file import card_file
 from rl_plugins.trl import GRPOConfig, GRPOTrainer
 
 PROMPTS, GROUP = 4, 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rl_plugins.cards import info
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.listing import print_list
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.runtime.card_file import card_file
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.tools import supervised
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.results import measured_of
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Method
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.card_file import card_file
 
 FOLDER = Path(__file__).parent / "templates"
 EVIDENCE = "https://github.com/rl-plugins/rl-plugins/blob/main/docs/evidence.md"

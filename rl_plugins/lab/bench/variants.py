@@ -17,10 +17,10 @@ from typing import Any
 
 import yaml
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.lab.bench.tasks import BenchTask
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.card_file import card_file
 
 BASELINES: Mapping[str, Mapping[str, Any]] = {
     "grpo": {},

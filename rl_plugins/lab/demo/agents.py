@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.files import write_text
 from rl_plugins.core.method import Bundle, Method
@@ -21,6 +20,7 @@ from rl_plugins.lab.compare.plan import Variant
 from rl_plugins.lab.demo import environments
 from rl_plugins.lab.demo.settings import ON_CPU
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.card_file import card_file
 
 LOOP = "turn_control"
 LABELS = {

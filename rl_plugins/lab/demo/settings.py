@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.files import write_text
 from rl_plugins.core.method import Bundle
 from rl_plugins.core.params import build_params
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.card_file import card_file
 
 REWARDS = ("exact", "digits", "careful")
 GRADED, BINARY = (0.0, 1.0, 1.0), (1.0, 0.0, 0.0)  # weights; a function of weight 0 is watched, not trained

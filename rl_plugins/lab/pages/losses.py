@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.catalog import FIDELITY
 from rl_plugins.cards.results import measured_of
 from rl_plugins.lab.pages.methods import bullets, measured, parameter_table, with_formulas
 from rl_plugins.lab.pages.parts import filled
+from rl_plugins.runtime.card_file import card_file
 from rl_plugins.tools.supervised import LOSSES, SupervisedLoss, card_of
 
 

@@ -10,7 +10,6 @@ from itertools import groupby
 from pathlib import Path
 
 import rl_plugins
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.cards.catalog import FIDELITY, Card, card_of, entries, example_of, needs_of, plugins, preset_text
 from rl_plugins.cards.info import meaning, options_text, params_of_paper
 from rl_plugins.cards.problems import PROBLEMS
@@ -18,6 +17,7 @@ from rl_plugins.cards.results import Result
 from rl_plugins.core.method import Bundle, Method
 from rl_plugins.core.params import MethodParams, describe_params
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.card_file import card_file
 
 _HEAD = """\
 # Methods

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rl_plugins.cards.card_file import Paper, card_file
 from rl_plugins.cards.catalog import entries, plugins
 from rl_plugins.lab.pages.methods import table
+from rl_plugins.runtime.card_file import Paper, card_file
 from rl_plugins.runtime.papers import Verdict, reviewed
 from rl_plugins.tools import supervised
 

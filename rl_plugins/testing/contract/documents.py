@@ -8,11 +8,11 @@ import re
 import sys
 from typing import Any, get_args, get_type_hints
 
-from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import SIGNALS, Method
 from rl_plugins.core.params import build_params
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.card_file import card_file
 from rl_plugins.testing.contract.kit import NAN, OURS, Kit
 
 # Sections of a docstring, in this order; the first sentence and the update rule have no heading.
