@@ -9,6 +9,7 @@ Start reading here. The hooks in the order of one training step:
     rollout          generation  how the completions of one prompt are made: a program                  exclusive
     rewards          driver      new, shaped or withdrawn (NaN) rewards                                 chain
     select           driver      rows that leave before the advantages, out of every statistic          chain (and)
+    teacher_prompts  driver      prompts under which a teacher reads the completions                    exclusive
     advantages       driver      one number per row, or per agent turn                                  exclusive
     shape            driver      token advantages, tokens and rows that leave the update, columns       chain
     observe          driver      feedback into the state                                                all
@@ -73,6 +74,7 @@ HOOKS: dict[str, Hook] = {
     "rollout": Hook("generation", "exclusive"),
     "rewards": Hook("driver", "chain"),
     "select": Hook("driver", "chain"),
+    "teacher_prompts": Hook("driver", "exclusive"),
     "advantages": Hook("driver", "exclusive"),
     "shape": Hook("driver", "chain"),
     "observe": Hook("driver", "all"),
@@ -87,6 +89,8 @@ SIGNALS: dict[str, str] = {
     "old_logprobs": "log-probs of the policy at the start of the step",
     "rollout_logprobs": "log-probs of the distribution the engine sampled from",
     "ref_logprobs": "log-probs of the reference policy",
+    "teacher_logprobs": "log-probs of the same completion under another prompt (`teacher_prompts`) or of another model "
+    "(`Method.teacher`), in `shape` and `observe`",
     "token_versions": "the published weights that made each token, in `shape`, `observe` and the loss",
     "token_ids": "token ids of every row's prompt and whole completion, and which of them were only read",
     "entropies": "entropy of the policy at every token, at the start of the step",
@@ -97,12 +101,12 @@ SIGNALS: dict[str, str] = {
     "messages": "completions as the host's list of messages",
     "prompt_index": "a stable dataset row for every prompt (a dataset with random access, not a stream)",
     "several_rewards": "two or more reward functions",
+    "step_rewards": "rewards per step: reward functions may return a list in the place of a number, whose sum is the "
+    "reward",
     "several_rollouts": "two or more rollouts per prompt",
     "whole_groups": "whole groups in every optimizer step, for `before_update`",
     "whole_batches": "the prompts that were planned together in one batch, when they are rewarded and trained",
     "off_policy": "tokens that another policy sampled than the one that is updated",
-    "step_rewards": "rewards per step: reward functions may return a list in the place of a number, whose sum is the "
-    "reward",
     "several_updates": "several optimizer steps between one pass of old log-probs and the next",
     "current_logprobs": "row sums of log-probs at the weights of each optimizer step (one extra pass)",
     "current_entropies": "entropy of the policy at every token in the loss, with gradient",
@@ -125,7 +129,15 @@ BRINGS: dict[str, str] = {
 
 # Those that are one value per token.
 TOKEN_SIGNALS = frozenset(
-    {"old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies", "token_versions", "sum_squared_probs"}
+    {
+        "old_logprobs",
+        "rollout_logprobs",
+        "ref_logprobs",
+        "teacher_logprobs",
+        "entropies",
+        "token_versions",
+        "sum_squared_probs",
+    }
 )
 
 
@@ -235,6 +247,8 @@ class Method:
             their own, at the start of the step. "generating": of the weights that generated each token; a host that
             keeps older weights computes them (`Run.keeps_versions`), elsewhere all are of the newest weights. A host
             that uses the rollout log-probs in their place (verl's `bypass_mode`) is refused with the last two.
+        teacher: whose log-probs `teacher_logprobs` are. None: the policy's, at the start of the step. Else the path or
+            name of a model with the policy's tokenizer, which the host loads beside it and never trains.
         corrects_sampling: its loss, or its advantages, hold the weight of the sampling policy (current or old over
             rollout log-probs). The host's own such correction and a second such method are refused with it: the
             weight would count twice.
@@ -247,8 +261,6 @@ class Method:
     given) is data, `NAME.toml` next to the class; `rl-plugins new` writes one. A method works without it.
     """
 
-        teacher: whose log-probs `teacher_logprobs` are. None: the policy's, at the start of the step. Else the path or
-            name of a model with the policy's tokenizer, which the host loads beside it and never trains.
     name: ClassVar[str] = ""
     fidelity: ClassVar[Fidelity] = "own"
     does: ClassVar[str] = ""
@@ -266,6 +278,7 @@ class Method:
     advantages_per: ClassVar[Literal["row", "turn"]] = "row"
     aggregation: ClassVar[Aggregation] = "host"
     old_policy: OldPolicy = "host"
+    teacher: str | None = None
     corrects_sampling: bool = False
     idle: ClassVar[Sequence[Idle]] = ()
     state_version: ClassVar[int] = 1
@@ -312,6 +325,12 @@ class Method:
         """Returns (rows,) bool: True stays; None keeps all. Rows that leave are out of every statistic and of the
         batch."""
         raise MethodError(self._unclaimed("select"))
+
+    def teacher_prompts(self, rollouts: Rollouts) -> Sequence[Any]:
+        """Returns for each row the prompt under which `teacher_logprobs` of its completion are taken: with a hint, the
+        answer or feedback in it; a text or messages, as in the dataset. None: the row has none, its values are NaN. A
+        method that needs the signal without this hook gets it under every row's own prompt."""
+        raise MethodError(self._unclaimed("teacher_prompts"))
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
         """Returns (rows,) advantages, or (turns,) with `advantages_per = "turn"`; finite, and 0 where there is nothing

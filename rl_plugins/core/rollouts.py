@@ -629,6 +629,7 @@ class Tokens(Replaceable):
         old_logprobs: (tokens,) float32 of the policy at the start of the step.
         rollout_logprobs: of the distribution that was sampled from; NaN where that is not known.
         ref_logprobs: of the reference policy.
+        teacher_logprobs: of the teacher under the prompt of `teacher_prompts`; NaN in rows without one.
         entropies: nats, of the policy at the start of the step.
         sum_squared_probs: sum of the squared probabilities of all tokens of the vocabulary in this place, of the
             distribution whose log-probs are `old_logprobs`.
@@ -644,6 +645,7 @@ class Tokens(Replaceable):
     old_logprobs: Tensor | None = None
     rollout_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
     entropies: Tensor | None = None
     sum_squared_probs: Tensor | None = None
 

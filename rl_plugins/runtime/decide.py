@@ -85,6 +85,7 @@ def decide(
     host_advantages: Tensor | None,
     estimator: Estimator,
     budget: int,
+    selection: Selection | None = None,
 ) -> Decision:
     """Rewards, selection, advantages, shaping and observation, in this order, for a host that has everything at once.
 
@@ -94,11 +95,12 @@ def decide(
         host_advantages: (rows,) the host's own, valid if nothing changed groups or rewards; else None.
         estimator: ours, equal to the host's on equal groups, for when the host's numbers mean nothing.
         budget: rows the host's batch holds.
+        selection: of these rollouts, where `select_rows` was called already (for `teacher_prompts`).
 
     Raises:
         MethodError: see `select_rows` and `decide_advantages`.
     """
-    selection = select_rows(stack, rollouts)
+    selection = selection or select_rows(stack, rollouts)
     unchanged = bool(selection.rollouts.kept.all()) and not selection.rewarded_by
     theirs = host_advantages if unchanged else None
     return decide_advantages(stack, selection, tokens, theirs, estimator, budget, host_by_rows=True)
@@ -147,6 +149,25 @@ def select_rows(stack: MethodStack, rollouts: Rollouts) -> Selection:
             with validate.invalid_returns(m, "select"):
                 keep = keep & validate.mask(m, "select", "", stays, len(rollouts), "row")
     return Selection(rollouts.replace(kept=keep), rewarded_by)
+
+
+def teacher_prompts(stack: MethodStack, selection: Selection) -> list[Any] | None:
+    """Of every row, the prompt under which the teacher reads its completion, a text or messages; None: it does not, as
+    in rows that left. None instead of the list: each under its own prompt.
+
+    Raises:
+        MethodError: from the hook, or for an illegal return value.
+    """
+    if not stack.claims["teacher_prompts"]:
+        return None
+    m, kept = stack.claims["teacher_prompts"][0], selection.rollouts.kept
+    if not bool(kept.any()):
+        return [None] * len(kept)
+    inside = selection.rollouts.subset(kept)
+    answer = stack.call("teacher_prompts", m, inside)
+    with validate.invalid_returns(m, "teacher_prompts"):
+        given = iter(validate.teacher_prompts(m, answer, len(inside)))
+    return [next(given) if stays else None for stays in kept.tolist()]
 
 
 def check_made(stack: MethodStack, rows: int) -> None:

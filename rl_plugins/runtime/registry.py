@@ -369,6 +369,7 @@ def _undecorated(params: type[MethodParams]) -> bool:
 _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "advantages_per": (lambda v: v in ("row", "turn"), '"row" or "turn"'),
     "aggregation": (lambda v: v in get_args(Aggregation), '"host", "sum" or "none"'),
+    "teacher": (lambda v: v is None or isinstance(v, str), "None, or the path or name of a model"),
     "old_policy": (lambda v: v in get_args(OldPolicy), '"host", "proximal" or "generating"'),
     "rounds": (lambda v: isinstance(v, bool), "True or False"),
     "keeps_batch_size": (lambda v: isinstance(v, bool), "True or False"),

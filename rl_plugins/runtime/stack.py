@@ -145,8 +145,8 @@ class MethodStack(Context):
             draw other random numbers. Part of the saved state.
 
     Raises:
-        ConfigError: two methods claim the same exclusive hook, decide how many rollouts prompts get, or aggregate
-            losses differently; one needs whole batches, and another lets groups wait.
+        ConfigError: two methods claim the same exclusive hook, decide how many rollouts prompts get, need log-probs of a
+            teacher, or aggregate losses differently; one needs whole batches, and another lets groups wait.
     """
 
     def __init__(
@@ -182,6 +182,7 @@ class MethodStack(Context):
             if HOOKS[hook].kind == "exclusive":
                 _only_one(claimants, f"`{hook}`", self.bundle_of)
         _only_one([m for m in methods if m.decides_rollouts], "how many rollouts prompts get", self.bundle_of)
+        _only_one([m for m in methods if "teacher_logprobs" in m.needs], "what the teacher is", self.bundle_of)
         whole = [m.name for m in methods if "whole_batches" in m.needs]
         for m in self.claims["admit"] if whole else ():
             raise ConfigError(
@@ -238,6 +239,11 @@ class MethodStack(Context):
     def rows_per_rollout(self) -> int:
         """Rows a rollout may become in the batch."""
         return max((m.rows_per_rollout for m in self.methods), default=1)
+
+    @property
+    def teacher(self) -> str | None:
+        """The model whose log-probs `teacher_logprobs` are; None: the policy, or nobody asks."""
+        return next((m.teacher for m in self.methods if "teacher_logprobs" in m.needs), None)
 
     @property
     def trains(self) -> bool:

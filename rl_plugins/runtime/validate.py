@@ -101,6 +101,26 @@ def _within(values: Tensor, largest: float) -> bool:
     return not len(values) or all(abs(end.item()) <= largest for end in torch.aminmax(values))
 
 
+# ---- prompts of a teacher
+
+
+def teacher_prompts(m: Method, value: object, n: int) -> list[str | list[dict[str, Any]] | None]:
+    """A prompt per row, (n,): a text, messages, or None."""
+    hook, found = "teacher_prompts", list[Any]()
+    if not isinstance(value, (list, tuple)) or len(value) != n:
+        what = f"{len(value)} entries" if isinstance(value, (list, tuple)) else f"{type(value).__name__}"
+        raise invalid_return(m, hook, f"one prompt per row ({n}) is needed, in a list; it gave {what}.")
+    for given in value:
+        if given is not None and not (isinstance(given, str) and given):
+            good = isinstance(given, (list, tuple)) and given and all(isinstance(x, Mapping) for x in given)
+            if not good or not all(isinstance(x.get("role"), str) and "content" in x for x in given):
+                why = f"it gave {shown(given)}; a prompt is a text, messages with `role` and `content`, or None."
+                raise invalid_return(m, hook, why)
+            given = [dict(message) for message in given]
+        found.append(given)
+    return found
+
+
 # ---- rewards and advantages
 
 

@@ -27,7 +27,7 @@ from rl_plugins.core.rollouts import (
     TurnTable,
     weighted_reward,
 )
-from rl_plugins.runtime.decide import Decision, decide
+from rl_plugins.runtime.decide import Decision, decide, select_rows, teacher_prompts
 from rl_plugins.runtime.stack import MethodStack
 
 
@@ -228,6 +228,7 @@ def make_tokens(rollouts: Rollouts, seed: int = 0, advantages: Tensor | None = N
         rollout_logprobs=old + 0.1 * logprobs(1.0),
         ref_logprobs=old + 0.1 * logprobs(1.0),
         entropies=-logprobs(0.7),
+        teacher_logprobs=old + 0.1 * logprobs(1.0),
         sum_squared_probs=p**2 + 0.3 * (1 - p) ** 2,
         version=rollouts.version[row],
     )
@@ -311,4 +312,17 @@ def one_step(
 ) -> Decision:
     """All decisions of one generation batch, as a host adapter takes them."""
     tokens = make_tokens(rollouts) if tokens is None else tokens
-    return decide(stack, rollouts, tokens, None, grpo_advantages, len(rollouts) if budget is None else budget)
+    budget = len(rollouts) if budget is None else budget
+    selection = select_rows(stack, rollouts)
+    if "teacher_logprobs" in stack.token_columns:
+        tokens = read_by_teacher(tokens, teacher_prompts(stack, selection))
+    return decide(stack, rollouts, tokens, None, grpo_advantages, budget, selection)
+
+
+def read_by_teacher(tokens: Tokens, prompts: Sequence[Any] | None) -> Tokens:
+    """The tokens with NaN in the place of log-probs of a teacher, where a row has no prompt for it."""
+    if prompts is None:
+        return tokens
+    assert tokens.teacher_logprobs is not None  # of `make_tokens`
+    read = torch.tensor([p is not None for p in prompts], dtype=torch.bool)
+    return tokens.replace(teacher_logprobs=torch.where(read[tokens.row], tokens.teacher_logprobs, torch.nan))

@@ -601,6 +601,12 @@ def _no_head(stack: MethodStack, known: KnownRun) -> str:
     return missing(HEAD)
 
 
+def _no_other_prompt(stack: MethodStack, known: KnownRun) -> str:
+    if known.has_images:
+        return "prompts of a teacher are texts, and the dataset has images. Remove the method."
+    return stack.teacher and missing(HEAD) or ""
+
+
 SIGNAL_RULES: tuple[tuple[str, Rule], ...] = (
     ("whole_groups", _groups_are_split),
     ("engine", _vllm_reports_at_a_temperature),
@@ -612,6 +618,7 @@ SIGNAL_RULES: tuple[tuple[str, Rule], ...] = (
     ("rollout_logprobs", _rollout_func_samples),
     ("chat_template", _no_template),
     ("ref_logprobs", _no_reference),
+    ("teacher_logprobs", _no_other_prompt),
     ("prompt_index", _stream),
     ("several_rewards", _one_reward),
     ("several_updates", _one_update),

@@ -147,6 +147,7 @@ class Trainer(HostTrainer, Protocol):
     meter: Meter
     cheap_rollouts: Any
     updates_seen: Any
+    teacher: Any
     batch_phase: Any  # of generation/batches.py, while a batch is made
 
     def rollout_generate(self, model: Any) -> Callable[..., Any]: ...

@@ -34,6 +34,7 @@ from rl_plugins.trl.generation.precision import CheapRollouts, rollouts_text
 from rl_plugins.trl.generation.prompts import PROMPT_INDEX, NumberedDataset
 from rl_plugins.trl.generation.rewards import masking, noted_steps, with_steps
 from rl_plugins.trl.generation.serving import completions, rewards_of, with_observed
+from rl_plugins.trl.generation.teacher import load_teacher
 from rl_plugins.trl.generation.work import GeneratedWork, ScoredWork, Work
 from rl_plugins.trl.host import DatasetRow, HostBatch, HostRows, has_numbers
 from rl_plugins.trl.loss import micro_batch
@@ -67,6 +68,7 @@ class MethodsMixin(StatefulMixin):
     _nothing_trained = False  # in the optimizer step that is being made
     cheap_rollouts: CheapRollouts | None = None
     updates_seen: UpdatesSeen | None = None
+    teacher: Any = None  # a model, where a method names one
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         config = next((x for x in (*args, *kwargs.values()) if isinstance(x, TrainingArguments)), None)
@@ -94,14 +96,16 @@ class MethodsMixin(StatefulMixin):
         if self.args.on_reward_error == MASK:
             given = zip(self.reward_funcs, self.reward_func_names, strict=True)
             self.reward_funcs: list[Any] = [masking(function, name) for function, name in given]
-        positions_by_mask(self.model)
-        if self.aux_loss_enabled and capabilities.droppers(self.methods):
         if "step_rewards" in self.methods.needs:
             given = zip(self.reward_funcs, self.reward_func_names, strict=True)
             self.reward_funcs = [with_steps(function, name) for function, name in given]
+        positions_by_mask(self.model)
+        if self.aux_loss_enabled and capabilities.droppers(self.methods):
             capabilities.refuse_inexact_loss(self)
         if self.args.rollout_precision != "policy":
             self.cheap_rollouts = CheapRollouts(self)
+        if self.methods.teacher is not None:
+            self.teacher = load_teacher(self, self.methods.teacher)
         if "rollout_logprobs" in self.methods.needs:
             on_driver(self.accelerator, self._check_server_logprobs)
         if self.accelerator.is_main_process:

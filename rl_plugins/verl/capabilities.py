@@ -330,8 +330,18 @@ def _another_manager(stack: MethodStack, read: Reader) -> str:
     return f"{MANAGER}={manager} is given, and rollout programs need {PROGRAM_MANAGER}. Remove the option."
 
 
+def _tools_in_prompts(stack: MethodStack, read: Reader) -> str:
+    columns = dataset_columns(read) or ()
+    media = [name for kind in ("image", "video", "audio") if (name := read(f"data.{kind}_key", f"{kind}s")) in columns]
+    given = [f"{ROLLOUT}.multi_turn.enable=True"] if read(f"{ROLLOUT}.multi_turn.enable", False) else media
+    if not given:
+        return ""
+    return f"prompts of a teacher are texts, and with {', '.join(given)} a prompt holds more. Remove one of them."
+
+
 HOOK_RULES: tuple[tuple[str, Rule], ...] = (
     ("admit", _no_buffer),
+    ("teacher_prompts", _tools_in_prompts),
     ("rollout", _another_manager),
     ("rollout", _tools_make_completions),
 )

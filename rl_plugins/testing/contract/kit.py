@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.method import TOKEN_SIGNALS, Method
 from rl_plugins.core.rollouts import Rollouts, Run, Tokens, TurnTable
 from rl_plugins.runtime import registry
-from rl_plugins.runtime.decide import Decision, decide
+from rl_plugins.runtime.decide import Decision
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing.contract.compare import copy_of, differences
@@ -148,9 +147,9 @@ class Kit:
         meta = {c: [column_value(c, p) for p in made.prompt_index.tolist()] for c in self.columns}
         made = made.replace(meta={**meta, **made.meta}, **fields)
         if "token_ids" in self.needs:
+            made = made.replace(token_ids=make_token_ids(made))
         if "step_rewards" in self.needs:
             made = made.replace(step_rewards=make_step_rewards(made))
-            made = made.replace(token_ids=make_token_ids(made))
         if turns or "turns" in self.needs:
             made = made.replace(turns=_turns(made))
         return self.prepare(made) if self.prepare else made

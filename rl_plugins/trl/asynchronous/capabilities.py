@@ -202,6 +202,7 @@ def _missing_signals(given: KnownAsync) -> dict[str, str]:
         "different steps. Use rl_plugins.trl.GRPOTrainer.",
         "entropies": before,
         "sum_squared_probs": before,
+        "teacher_logprobs": before,
     }
     if not given.ours:
         missing["token_versions"] = (

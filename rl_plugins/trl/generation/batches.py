@@ -18,14 +18,14 @@ from torch import Tensor
 
 from rl_plugins.core.estimators import gdpo_advantages, grpo_advantages
 from rl_plugins.core.rollouts import Rollouts
-from rl_plugins.runtime.decide import Decision, check_full, decide
+from rl_plugins.runtime.decide import Decision, Selection, check_full, decide
 from rl_plugins.runtime.idle import look_for_idle
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.ranks import gather, on_driver_for_each, to_driver
 from rl_plugins.runtime.rounds import in_rounds
 from rl_plugins.runtime.staleness import staleness_metrics
 from rl_plugins.trl import logs
-from rl_plugins.trl.generation.columns import with_columns
+from rl_plugins.trl.generation.columns import columns_wanted, with_columns
 from rl_plugins.trl.generation.decided import LocalDecision, apply_decision, local_decisions
 from rl_plugins.trl.generation.plan import work_of_plan
 from rl_plugins.trl.generation.programs import work_of_programs
@@ -34,6 +34,7 @@ from rl_plugins.trl.generation.queue import work_of_queue
 from rl_plugins.trl.generation.rounds import work_of_rounds
 from rl_plugins.trl.generation.rows import Inside, collect, rollouts_of
 from rl_plugins.trl.generation.serving import host_view
+from rl_plugins.trl.generation.teacher import select_for_teacher, teacher_logprobs
 from rl_plugins.trl.generation.work import ScoredWork, Work, flat
 from rl_plugins.trl.host import NEWEST_VERSION, PUBLISHED, VERSION, VERSIONS, DatasetRow, HostBatch, Trainer
 from rl_plugins.trl.loss.updates import with_rows
@@ -100,7 +101,11 @@ def make_batch(
         phase: ScoredWork = trainer.batch_phase
     if not isinstance(phase, DecidedWork):
         out, columns = with_columns(trainer, phase, out)
-        phase = decided_by_driver(trainer, phase, out["advantages"], columns)
+        selection = None
+        if "teacher_logprobs" in columns_wanted(trainer.methods):
+            selection, teacher = select_for_teacher(trainer, phase, out["advantages"])
+            columns["teacher_logprobs"] = teacher_logprobs(trainer, out, teacher)
+        phase = decided_by_driver(trainer, phase, out["advantages"], columns, selection)
     return finish(trainer, phase, out), phase
 
 
@@ -125,13 +130,18 @@ def decided_in_host(trainer: Trainer, scored: ScoredWork, advantages: Tensor) ->
 
 
 def decided_by_driver(
-    trainer: Trainer, scored: ScoredWork, host_advantages: Tensor, columns: Mapping[str, Tensor]
+    trainer: Trainer,
+    scored: ScoredWork,
+    host_advantages: Tensor,
+    columns: Mapping[str, Tensor],
+    selection: Selection | None = None,
 ) -> DecidedWork:
     """The driver gets every rank's rows and decides; each rank gets its part of the decision.
 
     Args:
         host_advantages: (local rows,) TRL's own.
         columns: signal -> (rows, time).
+        selection: on the driver, where a teacher came before this.
     """
     stack, work, budget = trainer.methods, scored.work, trainer.args.generation_batch_size
     local, inside, versions = collect(trainer, scored, host_advantages, columns)
@@ -143,7 +153,7 @@ def decided_by_driver(
         seen = rollouts_of(trainer, work, scored.rewards, parts)
         regular = seen.advantages if work.regular else None
         estimator = functools.partial(host_estimator, trainer)
-        decision = decide(stack, seen.rollouts, seen.tokens, regular, estimator, budget)
+        decision = decide(stack, seen.rollouts, seen.tokens, regular, estimator, budget, selection)
         check_full(stack, decision, budget)
         sizes = [len(r) for r in work.rows]
         read = not trainer.tools and not work.by_program  # TRL then counts every token of a completion
@@ -158,6 +168,7 @@ def decided_by_driver(
         work,
         scored.rows,
         scored.rewards,
+        scored.step_rewards,
         local=mine,
         driver=on_driver[0] if on_driver else None,
         inside=inside,
@@ -168,7 +179,6 @@ def decided_by_driver(
 
 
 def host_estimator(trainer: Trainer, rollouts: Rollouts) -> Tensor:
-        scored.step_rewards,
     """TRL's estimator for groups of any size."""
     if trainer.multi_objective_aggregation == "normalize_then_sum":
         return gdpo_advantages(rollouts.rewards, rollouts.reward_weights, rollouts.groups)

@@ -14,7 +14,9 @@ from rl_plugins.trl.changes import head_output
 from rl_plugins.trl.generation.work import ScoredWork, Work
 from rl_plugins.trl.host import HostBatch, Trainer, model_input, more_model_input
 
-NAMES = frozenset({"old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies", "sum_squared_probs"})
+NAMES = frozenset(
+    {"old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs", "entropies", "sum_squared_probs"}
+)
 
 
 def columns_wanted(stack: MethodStack) -> frozenset[str] | set[str]:

@@ -24,6 +24,7 @@ def masked_capabilities(capabilities: HostCapabilities, stack: MethodStack, args
     signals.pop("current_entropies", None)  # it has entropies of its own, with a gradient
     signals["engine"] = "the decoding keeps no top log-probs. Remove the method."
     signals["sum_squared_probs"] = "log-probs are taken in many states, and this sum is not. Remove the method."
+    signals["teacher_logprobs"] = "log-probs are taken in states of an answer's own prompt. Remove the method."
     changed = [
         f"{name}={getattr(args, name)}"
         for name, neutral in (("temperature", 1.0), ("guidance", 0.0), ("remasking", "confidence"))
