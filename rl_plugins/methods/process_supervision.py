@@ -78,7 +78,9 @@ class ProcessSupervision(Method):
         if self.params.steps == "turn":
             return rollouts.turns.turn[tokens.turn]
         completion = rollouts.token_ids.completion
-        return separated(completion, self.params.separator, self._chat)[completion.offsets[tokens.row] + tokens.position]
+        return separated(completion, self.params.separator, self._chat)[
+            completion.offsets[tokens.row] + tokens.position
+        ]
 
     def _to_go(self, rollouts: Rollouts) -> Tensor:
         """(rollouts, most steps of one) sum of z from each step on."""

@@ -25,7 +25,7 @@ def select_for_teacher(
         None instead of the list: each has its own; empty: no row of any rank has one.
     """
     stack, work, chosen = trainer.methods, scored.work, list[Selection]()
-    parts = to_driver(trainer.accelerator, collect(trainer, work.mine, scored.rows, host_advantages, {})[0])
+    parts = to_driver(trainer.accelerator, collect(trainer, scored, host_advantages, {})[0])
 
     def run() -> list[list[Any] | None]:
         chosen.append(select_rows(stack, rollouts_of(trainer, work, scored.rewards, parts).rollouts))
