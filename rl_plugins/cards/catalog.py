@@ -79,8 +79,8 @@ class Entry:
 @cache
 def index() -> Mapping[str, Mapping[str, Any]]:
     """What `make docs` read off the classes of this package, so that nobody who chooses waits for torch: name ->
-    `entry`, the fields of its `Entry`; `use`, host -> what to add to a command line; `excludes`, reason -> built-in
-    methods that cannot run beside it."""
+    `entry`, the fields of its `Entry`; `use`, host -> what to add to a command line; `needs` and `notes` of
+    `usage.Needs`; `excludes`, reason -> built-in methods that cannot run beside it."""
     found: dict[str, Any] = json.loads(files("rl_plugins.cards").joinpath("index.json").read_text(encoding="utf-8"))
     return found
 
@@ -207,15 +207,20 @@ class Card:
     @cached_property
     def standing(self) -> Standing:
         """Whether to use it, and why."""
-        return standing_of(self.name)
+        return standing_of(self.name, self.parts)
 
     @property
-    def rank(self) -> tuple[int, bool, int, str]:
-        """What is to be used first, unknown ones before those to skip; then what needs nothing to be given (a judge,
-        embeddings), then fidelity, then the name."""
+    def promise(self) -> int:
+        """0: a claim helped, 1: only its gradients speak for it, 2: nothing is known, 3: to be skipped."""
+        if self.standing.helped:
+            return 0
+        return {"use if": 1, "unknown": 2, "skip": 3}[self.standing.word]
+
+    @property
+    def rank(self) -> tuple[bool, int, str]:
+        """First what needs nothing to be given (a judge, embeddings), then by fidelity, then by name."""
         worst = max(map(list(FIDELITY).index, self.fidelity.split(", ")), default=0)
-        given = any(file.example_params for file in self._files().values())
-        return ("use", "use if", "unknown", "skip").index(self.standing.word), given, worst, self.name
+        return any(file.example_params for file in self._files().values()), worst, self.name
 
 
 def card_of(found: type[Method] | Bundle, vetoed: Collection[str] = ()) -> Card:
@@ -236,9 +241,9 @@ def cards(vetoed: Collection[str] = ()) -> list[Card]:
 
 
 def answering(problem: str, found: Iterable[Card]) -> list[Card]:
-    """The cards that name a problem: those that name it first come first, then by rank."""
+    """The cards that name a problem: those of the best promise first, then those that name it first, then by rank."""
     named = [card for card in found if problem in card.problems]
-    return sorted(named, key=lambda card: (card.problems[0] != problem, card.rank))
+    return sorted(named, key=lambda card: (card.promise, card.problems[0] != problem, card.rank))
 
 
 def hosts_of(cls: type[Method]) -> list[str]:

@@ -10,7 +10,7 @@ unknown    everything else: runs and worlds could not see it, or there are none
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -28,19 +28,30 @@ class Standing:
     """Whether to use a method.
 
     Attributes:
+        helped: whether a claim helped; else only its gradients speak for it.
         why: what speaks for and against it, as sentences; empty if nothing does. A world without targets in brackets
             stands for all its targets, in batches of any size.
+        good, bad: the same, short: what speaks for it, with conditions, and what speaks against it, as counts.
     """
 
     word: Word
     why: str
+    helped: bool = False
+    good: str = ""
+    bad: str = ""
 
 
 @cache
-def standing_of(name: str) -> Standing:
-    """What is known of a method or bundle."""
+def standing_of(name: str, parts: tuple[str, ...]) -> Standing:
+    """What is known of a method or bundle. Runs and worlds with further methods say nothing of it.
+
+    Args:
+        parts: the methods that it stands for.
+    """
     helped, against = [], []
     for told in outcomes_of(name):
+        if not set((told.get("variant") or name).partition("@")[0].split("+")) <= {name, *parts}:
+            continue
         verdict, by = decide(told)
         where = f"{told.get('metric')} in {told.get('task')}"
         if verdict == "helps":
@@ -53,30 +64,33 @@ def standing_of(name: str) -> Standing:
     less: list[str] = []
     same: list[str] = []
     acts = 0
-    for world, signs, host in worlds_of(name):
+    for world, signs, host in worlds_of(parts):
         acts += 1
         targets = list(quality.targets_of(world)[:2])
         for found, sign in ((more, "more"), (less, "less")):
             if signs[sign]:
                 found.append(world if signs[sign] == targets else f"{world} ({', '.join(signs[sign])})")
         same += [f"{world} (`{host}`)"] if host else []
-    bad = against or less
-    word: Word = "use" if helped and not bad else "use if" if helped or more else "unknown"
-    if word == "unknown" and (against or len(less) == acts >= ENOUGH_WORLDS):
+    word: Word = "unknown"
+    if helped or more:
+        word = "use if" if against or less or not helped else "use"
+    elif against or len(less) == acts >= ENOUGH_WORLDS:
         word = "skip"
-    parts = {
-        "Helped: ": helped,
-        "Against it: ": against,
-        "A step makes more progress than GRPO's in ": more,
-        "A step makes less progress in ": less,
-        "A step makes no more progress than the host's own way in ": same,
-    }
-    return Standing(word, " ".join(f"{head}{'; '.join(of)}." for head, of in parts.items() if of))
+    steps = {"A step makes less progress in ": less, "A step makes no more progress than the host's own way in ": same}
+    counts = [f"{head.lower()}{len(of)} of {acts} worlds" for head, of in steps.items() if of]
+    good = _sentences({"Helped: ": helped, "A step makes more progress than GRPO's in ": more})
+    why = f"{good} {_sentences({'Against it: ': against, **steps})}".strip()
+    return Standing(word, why, bool(helped), good, "; ".join([*against, *counts]))
 
 
-def worlds_of(method: str) -> Iterator[tuple[str, dict[str, list[str]], str]]:
-    """Of every world where a method acts: for which targets its steps make "more" or "less" progress than GRPO's, in
-    which batches; and the variant of the host that makes more progress, too, if one does. More then does not count."""
+def _sentences(parts: Mapping[str, list[str]]) -> str:
+    return " ".join(f"{head}{'; '.join(of)}." for head, of in parts.items() if of)
+
+
+def worlds_of(methods: tuple[str, ...]) -> Iterator[tuple[str, dict[str, list[str]], str]]:
+    """Of every world where exactly these methods act: for which targets their steps make "more" or "less" progress than
+    GRPO's, in which batches; and the variant of the host that makes more progress, too, if one does. More then does not
+    count."""
     places = quality.places(quality.measured())
     said: dict[str, dict[str, list[tuple[str, str]]]] = {}  # world -> target -> (variant, what is said of it)
     acts: dict[str, set[str]] = {}
@@ -84,7 +98,7 @@ def worlds_of(method: str) -> Iterator[tuple[str, dict[str, list[str]], str]]:
         made = {n: p for n, p in sizes.items() if "refused" not in p}
         if not made or variant == quality.BASELINE:
             continue
-        if method in (by := next(iter(made.values()))["methods"]):
+        if set(methods) == set(by := next(iter(made.values()))["methods"]):
             acts.setdefault(world, set()).add(variant)
         elif by:
             continue

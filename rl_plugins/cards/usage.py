@@ -70,6 +70,12 @@ class Usage:
     masked: bool = False
 
     @property
+    def needs(self) -> dict[str, Any]:
+        """Options of TRL, and parameters as "METHOD.PARAMETER"."""
+        params = {f"{method}.{key}": value for method, values in self.params.items() for key, value in values.items()}
+        return {**self.options["trl"], **params}
+
+    @property
     def command_of_trl(self) -> str:
         """The command that trains with it in TRL."""
         return f"rl-plugins trl {'masked_grpo' if self.masked else 'grpo'}"
@@ -131,6 +137,42 @@ def line_of(card: Card, host: str) -> str:
         return str(known["use"][host])
     usage = usage_of(card.found, paper=False)
     return usage.flags() if host == "trl" else " ".join(usage.overrides(base=False))
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a config of TRL must have for a method.
+
+    Attributes:
+        values: option, or "METHOD.PARAMETER", -> an example of its value.
+        notes: what a config does not tell, as sentences.
+    """
+
+    values: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+    def beyond(self, run: Mapping[str, Any]) -> Needs:
+        """Those that a config does not have. A number has to be as large, if it is whole."""
+        params = registry.parse_method_params(run.get("method_params"))
+
+        def lacks(name: str, value: Any) -> bool:
+            method, _, key = name.partition(".")
+            given = params.get(method, {}).get(key) if key else run.get(name)
+            return not given or (isinstance(value, int) and isinstance(given, int) and given < value)
+
+        return Needs({name: value for name, value in self.values.items() if lacks(name, value)}, self.notes)
+
+    @property
+    def text(self) -> str:
+        return " ".join([*(f"{name}: {json.dumps(value)}." for name, value in self.values.items()), *self.notes])
+
+
+def needs_of_run(card: Card) -> Needs:
+    """What a run of TRL must have for a method or bundle."""
+    if card.entry.distribution == OURS and (known := indexed(card.name)):
+        return Needs(known["needs"], tuple(known["notes"]))
+    usage = usage_of(card.found, paper=False)
+    return Needs(usage.needs, usage.notes)
 
 
 def usage_of(found: type[Method] | Bundle, paper: bool = True) -> Usage:

@@ -38,7 +38,7 @@ class AdhintAdvantages(Method):
     name = "adhint_advantages"
     fidelity = "reconstruction"
     does = "Compares rollouts with and without hints, and allows for the easier task of the former"
-    problems = ("no_signal",)
+    problems = ("too_hard", "no_signal")
     needs = frozenset({f"column:{COLUMN}"})
 
     @dataclass(frozen=True)

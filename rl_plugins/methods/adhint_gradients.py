@@ -34,7 +34,7 @@ class AdhintGradients(Method):
     name = "adhint_gradients"
     fidelity = "reconstruction"
     does = "Weighs the tokens of hints by the policy's entropy there, and takes them out of failing rollouts"
-    problems = ("no_signal",)
+    problems = ("too_hard", "no_signal")
     needs = frozenset({"tokens", "entropies", f"column:{COLUMN}"})
     idle = (Idle({"weight": 1, "left": 0}, "no token of a hint was changed."),)
 

@@ -39,7 +39,7 @@ class AdhintRollouts(Method):
     name = "adhint_rollouts"
     fidelity = "reconstruction"
     does = "Begins rollouts of hard prompts with a part of a reference solution, long where the prompt is hard"
-    problems = ("no_signal", "exploration")
+    problems = ("too_hard", "no_signal", "exploration")
     needs = from_params(
         lambda p: signals(f"column:{COLUMN}", f"column:{p.reference_column}", columns=[p.answer_column])
     )

@@ -75,7 +75,7 @@ class BestPerm(Method):
     name = "best_perm"
     fidelity = "reconstruction"
     does = "Adds hints, one after another, to prompts without a success and learns the best order of hints"
-    problems = ("no_signal", "exploration")
+    problems = ("too_hard", "no_signal", "exploration")
     rounds = True
     decides_rollouts = True
     needs = from_params(lambda p: signals("prompt_index", columns=[p.hints_column]))

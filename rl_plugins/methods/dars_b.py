@@ -8,5 +8,5 @@ DARS_B = Bundle(
     "dars_b",
     parts={"dars": {}, "dars_breadth": {}},
     does="Combines more rollouts for hard prompts with full-batch updates",
-    problems=("exploration", "no_signal"),
+    problems=("exploration", "no_signal", "too_hard"),
 )

@@ -46,7 +46,7 @@ class DartPool(Method):
     name = "dart_pool"
     fidelity = "paper"
     does = "Replaces a failure by a stored success where all rollouts of a task fail"
-    problems = ("no_signal", "exploration")
+    problems = ("too_hard", "no_signal", "exploration")
     needs = frozenset({"prompt_index", "tokens", "token_ids", "rollout_logprobs"})
     brings = frozenset({"off_policy"})
     idle = (Idle({"replaced": 0, "dropped": 0}, "no group failed or succeeded as a whole."),)

@@ -42,7 +42,7 @@ class DartRollouts(Method):
     name = "dart_rollouts"
     fidelity = "code"
     does = "Generates fewer rollouts for tasks that the policy mostly solves"
-    problems = ("no_signal",)
+    problems = ("too_easy", "no_signal")
     needs = frozenset({"prompt_index"})
     decides_rollouts = True
     idle = (Idle({"eased": 0}, "no task has reached `threshold`, or none was visited twice."),)

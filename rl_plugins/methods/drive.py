@@ -60,7 +60,7 @@ class Drive(Method):
     fidelity = "paper"
     state_version = 2  # the set as ranges
     does = "Trains all prompts first, then smaller sets of the hardest ones with more rollouts each"
-    problems = ("few_prompts", "exploration")
+    problems = ("few_prompts", "too_easy", "exploration")
     needs = frozenset({"prompt_index"})
     decides_rollouts = from_params(lambda p: bool(p.rollouts))
     idle = (Idle({"success": 0.0}, "no rollout of the set was right. Set `keep_unsolved` to false, or raise `sizes`."),)

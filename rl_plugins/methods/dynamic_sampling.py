@@ -36,7 +36,7 @@ class DynamicSampling(Method):
     name = "dynamic_sampling"
     fidelity = "paper"
     does = "Generates for further prompts until a batch holds only groups with unequal rewards"
-    problems = ("no_signal",)
+    problems = ("no_signal", "too_easy")
     needs = frozenset({"prompt_index", "several_rollouts"})
     host_options = {"verl": {"algorithm.filter_groups.enable": False}}  # its own form of the same
     decides_rollouts = True

@@ -34,7 +34,7 @@ class MaxRl(Method):
     name = "max_rl"
     fidelity = "code"
     does = "Divides centered rewards by their group's mean, so that hard prompts weigh more"
-    problems = ("exploration",)
+    problems = ("exploration", "too_hard")
     needs = frozenset({"several_rollouts"})
 
     @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class MssrPrompts(Tracked):
     fidelity = "code"
     state_version = 3  # 2: which prompts were tried; 3: as bool, and another draw above SMALL prompts
     does = "Draws prompts with a probability that grows with the spread of their outcomes"
-    problems = ("no_signal", "few_prompts")
+    problems = ("no_signal", "too_easy", "few_prompts")
 
     @dataclass(frozen=True)
     class Params(TrackerParams):

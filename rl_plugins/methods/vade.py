@@ -45,7 +45,7 @@ class Vade(Method):
     name = "vade"
     fidelity = "abstract"
     does = "Chooses prompts likely to give both right and wrong rollouts, by Thompson sampling"
-    problems = ("no_signal", "few_prompts")
+    problems = ("no_signal", "too_easy", "few_prompts")
     needs = frozenset({"prompt_index"})
 
     @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class XrpoSeeds(Method):
     name = "xrpo_seeds"
     fidelity = "abstract"
     does = "Retries failed prompts with solved examples of similar problems in the context"
-    problems = ("no_signal", "exploration")
+    problems = ("too_hard", "no_signal", "exploration")
     rounds = True
     keeps_batch_size = True
     needs = from_params(lambda p: {"prompt_index", "text", f"column:{p.prompt_column}"})

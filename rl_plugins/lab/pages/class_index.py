@@ -24,6 +24,7 @@ def text() -> str:
         del entry["name"], entry["problem"]
         usage = usage_of(of, paper=False)
         use = {"trl": usage.flags(), "verl": " ".join(usage.overrides(base=False))}
-        said = {"entry": entry, "use": use, "excludes": excluded(apart, card_of(of, vetoed).parts)}
+        said = {"entry": entry, "use": use, "needs": usage.needs, "notes": usage.notes}
+        said["excludes"] = excluded(apart, card_of(of, vetoed).parts)
         lines.append(f"{json.dumps(name)}: {json.dumps(said)}")
     return "{\n" + ",\n".join(lines) + "\n}\n"

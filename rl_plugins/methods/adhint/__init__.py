@@ -8,5 +8,5 @@ ADHINT = Bundle(
     "adhint",
     parts={"adhint_rollouts": {}, "adhint_advantages": {}, "adhint_gradients": {}},
     does="Begins half of a hard prompt's rollouts with a part of a reference solution",
-    problems=("no_signal", "exploration"),
+    problems=("too_hard", "no_signal", "exploration"),
 )

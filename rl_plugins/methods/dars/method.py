@@ -45,7 +45,7 @@ class Dars(Method):
     name = "dars"
     fidelity = "code"
     does = "Gives prompts with a low success rate a second round of rollouts"
-    problems = ("no_signal", "exploration")
+    problems = ("no_signal", "too_hard", "exploration")
     rounds = True
     decides_rollouts = True
     host_options = from_params(

@@ -56,7 +56,7 @@ class Dots(Method):
     name = "dots"
     fidelity = "paper"
     does = "Trains the prompts whose predicted pass rate is closest to one half"
-    problems = ("no_signal", "few_prompts")
+    problems = ("no_signal", "too_easy", "too_hard", "few_prompts")
     needs = frozenset({"prompt_index"})
     decides_rollouts = True
     rounds = from_params(lambda p: p.reference == "now")

@@ -64,7 +64,7 @@ class Scope(Method):
     fidelity = "reconstruction"
     brings = frozenset({"column:scope", "forced_tokens"})
     does = "Corrects a failed rollout from its first wrong reasoning step on"
-    problems = ("no_signal", "exploration")
+    problems = ("too_hard", "no_signal", "exploration")
     needs = from_params(
         lambda p: (
             {"tokens", "column:scope"} | (set() if p.corrector else {"chat_template", f"column:{p.solution_column}"})

@@ -86,7 +86,7 @@ class SwarmSapo(Method):
     name = "swarm_sapo"
     fidelity = "abstract"
     does = "Trains on rollouts that other nodes share as text, next to its own"
-    problems = ("no_signal", "exploration")
+    problems = ("too_hard", "no_signal", "exploration")
     needs = from_params(
         lambda p: signals(
             "text",

@@ -9,5 +9,5 @@ XRPO = Bundle(
     "xrpo",
     parts={"xrpo_allocate": {}, "xrpo_seeds": {"second_round": False}, "xrpo_novelty": {}},
     does="Moves rollouts to uncertain prompts, adds solved examples and rewards rare right answers",
-    problems=("no_signal", "few_prompts", "exploration"),
+    problems=("no_signal", "too_hard", "few_prompts", "exploration"),
 )
