@@ -1,0 +1,149 @@
+"""Advice as text for a terminal, and as plain data."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from rl_plugins.cards.catalog import Card
+from rl_plugins.cards.problems import PROBLEMS, Answer
+from rl_plugins.cards.usage import line_of
+from rl_plugins.commands.suggest.advice import Advice, Suggestion
+from rl_plugins.commands.suggest.run_logs import RunLogs
+from rl_plugins.commands.suggest.search import Hit
+
+MOST = 6  # answers shown per problem
+WIDEST = 100
+
+
+def shown(advice: Advice) -> str:
+    """The advice as text for a terminal. Lines to copy are not wrapped."""
+    parts = [_read(advice.source)] if advice.source else []
+    if advice.nearest:
+        parts.append(
+            "\n".join(["Nearest to your words", *(line for hit in advice.nearest for line in _hit(hit, advice))])
+        )
+    parts += [_problem(s, advice.host) for s in advice.suggestions]
+    if not advice.suggestions and not advice.nearest:
+        parts.append(_nothing(advice))
+    if advice.read:
+        parts.append("No problem in\n" + "\n".join(f"  - {text}" for text in advice.read))
+    if advice.not_told:
+        lines = [f"  - {PROBLEMS[key].title}: {why}." for key, why in advice.not_told.items()]
+        parts.append("Could not be told from these logs\n" + "\n".join(lines))
+    parts.append("`rl-plugins info NAME` explains a method, what was measured, and has the paper's setting to copy.")
+    return "\n\n".join(parts)
+
+
+def _read(logs: RunLogs) -> str:
+    """What was read, because a folder may hold several logs, and what the thresholds are worth."""
+    return f"Read {logs.file}: {logs.steps} logged steps of {logs.host}. The thresholds below are rules of thumb."
+
+
+def _nothing(advice: Advice) -> str:
+    if len(advice.not_told) > len(advice.read):
+        return "These logs are too short, or lack too many values: most problems could not be looked for."
+    return "These logs show none of the known problems."
+
+
+def _hit(hit: Hit, advice: Advice) -> Iterator[str]:
+    if isinstance(hit.found, Card):
+        yield from _wrapped("  ", f"{hit.name}, method: {hit.found.does}.")
+        return
+    if isinstance(hit.found, Answer):
+        yield from _answer(hit.found, advice.host)
+        return
+    yield from _wrapped("  ", f"{hit.found.title}, below: {hit.found.seen}")
+
+
+def _problem(suggestion: Suggestion, host: str) -> str:
+    problem = PROBLEMS[suggestion.problem]
+    lines = [problem.title, *_wrapped("  ", problem.seen), *(f"  - {text}" for text in suggestion.evidence), ""]
+    for one in suggestion.found[:MOST]:
+        lines += [*(_method(one, suggestion, host) if isinstance(one, Card) else _answer(one, host)), ""]
+    if left := suggestion.found[MOST:]:
+        lines += _wrapped("  ", f"Further: {', '.join(one.name for one in left)} (docs/choose.md).")
+    return "\n".join(lines).rstrip()
+
+
+def _answer(answer: Answer, host: str) -> Iterator[str]:
+    where = host if host in answer.use else next(iter(answer.use))
+    of = {"option": f"option of {where}", "tool": "command", "page": "page"}[answer.kind]
+    yield from _wrapped("  ", f"{answer.name}, {of}: {answer.does}.")
+    yield f"      use:      {answer.use[where]}"
+
+
+def _method(card: Card, suggestion: Suggestion, host: str) -> Iterator[str]:
+    of_parts = f"see its parts: {', '.join(card.parts)}" if len(card.parts) > 1 else ""
+    lacks = suggestion.lacking.get(card.name)
+    yield from _wrapped("  ", f"{card.name}, method ({card.standing.word}): {card.does}.")
+    for name, text in (
+        ("for", card.standing.good or "nothing was seen"),
+        ("against", card.standing.bad or "nothing was seen"),
+        ("lacks", lacks.text if lacks else ""),
+        ("not when", of_parts or card.avoid_when),
+        ("cost", of_parts or card.cost),
+        ("fidelity", card.fidelity),
+    ):
+        if text:
+            yield from _wrapped(f"      {name + ':':<10}", text)
+    yield f"      use:      {line_of(card, host)}"
+
+
+def _wrapped(head: str, text: str) -> list[str]:
+    width = min(WIDEST, shutil.get_terminal_size().columns)
+    indent = " " * max(len(head), 6)
+    return textwrap.wrap(head + text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+
+
+def plain(advice: Advice) -> dict[str, Any]:
+    """The advice as plain data. `answers` has everything in its order: the nearest to the sentence, a problem as its
+    answers."""
+    of_problem = {s.problem: [_plain(one, s, advice.host) for one in s.found] for s in advice.suggestions}
+    first = [
+        one
+        for hit in advice.nearest
+        for one in (of_problem.get(hit.name, []) if hit.kind == "problem" else [_plain(hit.found, None, advice.host)])
+    ]
+    everything = [*first, *(one for found in of_problem.values() for one in found)]
+    return {
+        "host": advice.host,
+        "logs": None if advice.source is None else {"file": str(advice.source.file), "steps": advice.source.steps},
+        "nearest": [{"kind": hit.kind, "name": hit.name, "score": round(hit.score, 2)} for hit in advice.nearest],
+        "answers": list({(one["kind"], one["name"]): one for one in reversed(everything)}.values())[::-1],
+        "problems": [
+            {
+                "problem": s.problem,
+                "title": PROBLEMS[s.problem].title,
+                "evidence": list(s.evidence),
+                "answers": [one["name"] for one in of_problem[s.problem]],
+            }
+            for s in advice.suggestions
+        ],
+        "no_problem_in": list(advice.read),
+        "not_told": dict(advice.not_told),
+    }
+
+
+def _plain(one: Any, suggestion: Suggestion | None, host: str) -> dict[str, Any]:
+    if isinstance(one, Answer):
+        return {"kind": one.kind, "name": one.name, "does": one.does, "use": dict(one.use)}
+    lacks = suggestion.lacking.get(one.name) if suggestion else None
+    return {
+        "kind": "method",
+        "name": one.name,
+        "does": one.does,
+        "standing": one.standing.word,
+        "for": one.standing.good,
+        "against": one.standing.bad,
+        "lacks": dict(lacks.values) if lacks else {},
+        "not_when": one.avoid_when,
+        "cost": one.cost,
+        "fidelity": one.fidelity,
+        "measured": [
+            {"claim": m.claim, "better": m.better, "numbers": m.numbers, "where": m.where} for m in one.measured
+        ],
+        "use": {h: line_of(one, h) for h in one.hosts if h in ("trl", "verl")},
+    }
