@@ -1,7 +1,8 @@
-"""What every trainer with methods does around a checkpoint and an optimizer step, whichever trainer of TRL it is."""
+"""What every trainer with methods does around a checkpoint, a model card and an optimizer step, whichever it is."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -10,14 +11,15 @@ from rl_plugins.runtime.ranks import on_driver
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.trl.changes import changed
 from rl_plugins.trl.config import as_names
+from rl_plugins.trl.model_card import methods_section
 from rl_plugins.trl.saved import check_saved, resume_from
 
 _Host: Any = object  # for the type checker: whatever trainer the mixin is put before
 
 
 class StatefulMixin(_Host):
-    """State inside the checkpoint, and a finite gradient. Without methods every override only calls `super()`, and a
-    resume from a checkpoint that was made with methods looks at its files first."""
+    """State inside the checkpoint, methods in the model card, and a finite gradient. Without methods every override
+    only calls `super()`, and a resume from a checkpoint that was made with methods looks at its files first."""
 
     methods = MethodStack([])
     _methods_callback: Any
@@ -42,6 +44,12 @@ class StatefulMixin(_Host):
             super().save_model(output_dir, *args, **kwargs)
         if checkpoint is not None and self.args.save_only_model:
             self._methods_callback.write_state(checkpoint)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(*args, **kwargs)
+        if self.methods.names and self.is_world_process_zero():
+            with open(Path(self.args.output_dir) / "README.md", "a", encoding="utf-8") as card:
+                card.write(f"\n{methods_section(self.methods)}")
 
     def _save_rng_state(self, output_dir: str) -> None:
         """The last of the host's files in a checkpoint, but for the one that says that it is whole."""

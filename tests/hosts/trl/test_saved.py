@@ -9,10 +9,12 @@ import threading
 
 import pytest
 import torch
+import yaml
 from harness import make, text_score, weights
 from messages import raises
 
 from rl_plugins.core.errors import StateError
+from rl_plugins.runtime.card_file import card_file
 from rl_plugins.trl import checkpoint as module
 from rl_plugins.trl.saved import unfinished
 
@@ -179,3 +181,19 @@ def test_parameters_that_are_objects_are_logged_and_saved_by_their_name(tmp_path
         name = told["training_free_grpo"]["llm"]
         assert name.startswith("test_saved:") and name.endswith("Client")
     assert t.args.method_params["training_free_grpo"]["llm"] is client
+
+
+def test_the_model_card_names_the_methods(folder, tmp_path):
+    """TRL writes it with every checkpoint, and writes it anew: what we add stands in it once."""
+    card = (folder / "out" / "README.md").read_text(encoding="utf-8")
+    paper = card_file("mc_grpo").paper
+    assert card.count("## Methods") == 1 and paper.url in card and paper.bibtex("mc_grpo") in card
+    t = make(tmp_path, ["mc_grpo", "dars"], method_params={"mc_grpo": {"advantage_clip": 3.0}})
+    t.create_model_card(model_name="tiny")
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    given = yaml.safe_load(card.split("```yaml")[1].split("```")[0])
+    assert given["method_params"]["mc_grpo"]["advantage_clip"] == 3.0
+    again = make(tmp_path, **given).methods  # the block is a config
+    assert again.names == t.methods.names and [m.params for m in again.methods] == [m.params for m in t.methods.methods]
+    make(tmp_path, trace=True).create_model_card(model_name="tiny")
+    assert "rl-plugins" not in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
