@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextvars
+import json
 import math
 import os
+import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from traces import by_name
 
 from rl_plugins.core.errors import ConfigError
@@ -225,6 +231,83 @@ def test_plain_grpo_is_that_of_the_host(tmp_path: Path, host: str, eps: float) -
     stack = started(tmp_path, run=make_run(chat=Letters(), total_batches=1, host=host))
     decide(stack, *batch_of(), None, partial(grpo_advantages, eps=eps), 10**6)
     assert [g["change"] for g in read(tmp_path, "batches")[0]["groups"]] == [0, 0]
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_the_tracker_gets_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real: bool) -> None:
+    """W&B as it is, offline, and stand-ins for W&B and trackio. The thread that trains logs."""
+    logged: dict[str, list[Any]] = {"wandb": [], "trackio": []}
+
+    def table(columns: list[str], data: list[Any]) -> list[Any]:
+        return [dict(zip(columns, row, strict=True)) for row in data]
+
+    def log(metrics: Any, commit: bool = True) -> None:
+        logged["wandb" if not commit else "trackio"] += metrics.values()
+
+    current = contextvars.ContextVar("current_run", default="run")
+    contexts = SimpleNamespace(current_run=current)
+    trackio = SimpleNamespace(context_vars=contexts, Table=table, log=lambda m: current.get() and log(m))
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    wandb: Any = SimpleNamespace(run=None, Table=table)
+    if real:
+        wandb = pytest.importorskip("wandb", reason="W&B is not installed")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+
+    def train(folder: str, **options: Any) -> None:
+        stack = started(tmp_path / folder, Halves(), run=make_run(chat=Letters(), total_batches=2), **options)
+        for number in range(2):
+            traced(stack, number)
+
+    current.set("")
+    train("no tracker", table=3)
+    current.set("run")
+    if real:
+        wandb.init(mode="offline", dir=tmp_path, settings=wandb.Settings(console="off", silent=True))
+    else:
+        wandb.run = SimpleNamespace(log=log)
+    train("no table")
+    assert not any(logged.values())
+    train("on", table=3)
+    if real:
+        wandb.finish()
+        files = sorted(tmp_path.rglob("*.table.json"), key=lambda f: f.stat().st_mtime)
+        logged["wandb"] = [table(**{k: told[k] for k in ("columns", "data")}) for told in map(_json, files)]
+    assert logged["wandb"] == logged["trackio"] and len(logged["wandb"]) == 2
+    for number, rows in enumerate(logged["wandb"]):
+        assert [r["completion"] for r in rows] == [
+            r["completion"] for r in read(tmp_path / "on", "rollouts", number)[:3]
+        ]
+        assert len(rows) == 3 and rows[2]["notes"] == "halves: was 2.5"
+
+
+def _json(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def test_the_hub_gets_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    class Api:
+        def __getattr__(self, name: str) -> Any:
+            return lambda **given: calls.append((name, given))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    stack = started(tmp_path, Halves(), hub="me/run")
+    traced(stack)
+    assert not calls
+    stack.watchers[0].ended()
+    assert [name for name, _ in calls] == ["create_repo", "upload_folder", "upload_file"]
+    assert all(given["repo_id"] == "me/run" and given["repo_type"] == "dataset" for _, given in calls)
+    made, folder, card = (given for _, given in calls)
+    assert made["private"] and made["exist_ok"] and folder["folder_path"] == tmp_path / "trace"
+    head = yaml.safe_load(card["path_or_fileobj"].decode().split("---")[1])
+    for config in head["configs"]:
+        assert list((tmp_path / "trace").glob(config["data_files"])), config
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: 1 / 0)
+    stack.watchers[0].ended()
+    assert "me/run" in caplog.text and "ZeroDivisionError" in caplog.text
 
 
 def test_datasets_reads_every_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 
 from rl_plugins.cards.catalog import entries, plugins
 from rl_plugins.cards.results import measured_of
+from rl_plugins.cards.standing import standing_of
 from rl_plugins.cards.usage import usage_of
 from rl_plugins.core.files import claim
 from rl_plugins.core.method import Bundle, Method
@@ -36,25 +37,13 @@ EVIDENCE = ROOT / "examples" / "evidence"
 
 # Navigation: heading -> pages in this order. A page of docs/ that is named nowhere is added to the last but one.
 NAVIGATION = {
-    "Start": ["choose", "probe", "compare", "real", "examples"],
-    "Methods": ["methods", "papers", "open_questions", "evidence"],
-    "The bench": ["bench", "quality", "bench/*"],
+    "Start": ["choose", "faq", "probe", "compare", "real", "examples"],
+    "Hosts": ["trl", "verl", "verl_cpu", "diffusion", "masked_diffusion"],
     "Guides": ["guides/index", "guides/rewards", "guides/environment", "guides/methods", "guides/rollout", "guides/*"],
-    "Hosts": ["trl", "verl", "verl_cpu"],
-    "In depth": [
-        "rollouts",
-        "samplers",
-        "staleness",
-        "agents_safety",
-        "supervised",
-        "fusion",
-        "audit",
-        "walkthrough",
-        "architecture",
-        "map",
-        "reference",
-        "benchmarks",
-    ],
+    "Methods": ["methods", "papers", "open_questions"],
+    "What was measured": ["evidence", "bench", "quality", "benchmarks"],
+    "Tools": ["inspect", "audit", "fusion", "heads", "supervised", "disaggregated"],
+    "In depth": ["rollouts", "samplers", "staleness", "agents_safety", "architecture", "map", "reference"],
     "Project": ["patches/index", "contributing", "changelog"],
 }
 REST = "In depth"
@@ -93,6 +82,8 @@ def write(out: Path) -> None:
         site.page(target, site.moved(FILLED.get(source, str)(text), source))
     for name in site.methods:
         site.page(f"methods/{name}.md", site.moved(method_page(name), "docs/methods.md"))
+        if f"docs/bench/{name}.md" in site.made:
+            site.page(f"methods/{name}.md", _toctree("", [f"/bench/{name}"]), add=True)
     site.page("methods.md", _toctree("", [f"methods/{name}" for name in site.methods]), add=True)
     issues = [page.removesuffix(".md") for page in site.pages.values() if page.startswith("patches/")]
     site.page("patches/index.md", _toctree("", [f"/{page}" for page in issues if page != "patches/index"]), add=True)
@@ -178,7 +169,7 @@ class Site:
 
     def navigation(self) -> Iterator[str]:
         left = [page.removesuffix(".md") for page in sorted(self.pages.values()) if page != "index.md"]
-        left = [page for page in left if page == "patches/index" or not page.startswith("patches/")]
+        left = [page for page in left if page == "patches/index" or not page.startswith(("patches/", "bench/"))]
         chosen: dict[str, list[str]] = {}
         for title, patterns in NAVIGATION.items():
             chosen[title] = []
@@ -226,7 +217,11 @@ def method_page(name: str) -> str:
         first, _, rest = inspect.cleandoc(found.__doc__ or "").partition("\n\n")
         known = " ".join(first.split()) in " ".join(parts[1].split())
         parts += ["## The rule", rule(rest if known else f"{first}\n\n{rest}")]
-    parts += ["## What we measured", *_measured(found)]
+    standing = standing_of(name)
+    parts += [
+        f"## What we measured\n\n**Whether to use it:** {standing.word}. {standing.why}".rstrip(),
+        *_measured(found),
+    ]
     parts += ["## How to use it", *_usage(found)]
     paper = card_file(found).paper
     assert paper is not None

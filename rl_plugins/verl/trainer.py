@@ -156,6 +156,8 @@ class MethodsTrainer(host.Trainer):
         if self._counts_costs:
             self._meters = Meters(agent_loop_manager.agent_loop_workers)
         super().fit(agent_loop_manager)
+        for watcher in self.methods.watchers:
+            watcher.ended()
 
     def get_llm_client(self) -> Any:
         client = super().get_llm_client()

@@ -25,7 +25,9 @@ generated: look at the condition, not at the size.
 _SHORT = f"""\
 # Which method is for me
 
-Written by `make docs`; do not edit. Begin with the problem of your run. `rl-plugins suggest` does the same from
+<!-- Written by `make docs`; do not edit. -->
+
+Begin with the problem of your run. `rl-plugins suggest` does the same from
 questions, from a sentence, or from the logs of a run. `rl-plugins info NAME` has costs, measurements and a config to
 copy. The page of the site (`make site`) also shows when not to use each method, and which methods exclude each other.
 

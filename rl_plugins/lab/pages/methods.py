@@ -22,8 +22,10 @@ from rl_plugins.runtime.card_file import card_file
 _HEAD = """\
 # Methods
 
-Written by `make docs`; do not edit. [Which method is for me](choose.md) begins with your problem. `rl-plugins info
-NAME` shows everything about one method, with a config to copy, and `make site` makes a page of each.
+<!-- Written by `make docs`; do not edit. -->
+
+[Which method is for me](choose.md) begins with your problem. `rl-plugins info NAME` shows everything about one method,
+with a config to copy, and `make site` makes a page of each.
 
 "Use" is what our measurements say, with reasons in [choose.md](choose.md). Fidelity says what a method was checked
 against:

@@ -12,7 +12,9 @@ from rl_plugins.tools import supervised
 _HEAD = """\
 # What is not known
 
-Written by `make docs` from the cards; do not edit. "Could not be read" is a statement with a date. This page lists, for
+<!-- Written by `make docs`; do not edit. -->
+
+"Could not be read" is a statement with a date. This page lists, for
 every method where something was not published or could not be read, the question with what we do, where the answer was
 looked for, and the day of the last look. Methods whose fidelity is `code` or `paper` are here where a question is open.
 If you find an answer, change the method and its card ([CONTRIBUTING.md](../CONTRIBUTING.md)).

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rl_plugins.core.errors import ConfigError, did_you_mean, shown
+from rl_plugins.core.errors import ConfigError, did_you_mean, shortened, shown
 from rl_plugins.core.method import TOKEN_SIGNALS, Method, RowNote, TurnNote
 from rl_plugins.core.params import MethodParams, param
 from rl_plugins.core.requests import ORIGIN
@@ -18,6 +19,7 @@ from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import Watcher
 from rl_plugins.runtime.trace.batch import Seen, TracedBatch, Updated
 from rl_plugins.runtime.trace.notes import rendered
+from rl_plugins.runtime.trace.publish import log_table, push
 from rl_plugins.runtime.trace.writer import Writer
 
 RATIO = "ratio"
@@ -35,6 +37,11 @@ class TraceParams(MethodParams):
         (), f"what is recorded per token in addition to ids and advantages: {', '.join(SIGNALS)}"
     )
     folder: str = param("", "where the trace is written; empty: the folder `trace` of the run")
+    table: int = param(0, "rollouts of a batch that the run's tracker (W&B, trackio) gets as a table; 0: none", ge=0)
+    hub: str = param(
+        "",
+        "dataset repository of the Hugging Face Hub, OWNER/NAME, that gets the files at the end; private if it is new",
+    )
 
     def check(self) -> None:
         for name in self.signals:
@@ -108,7 +115,7 @@ class Trace(Watcher):
 
     def start(self, run: Run) -> None:
         self._run = run
-        self._writer = Writer(self.folder, run, self.params.max_gb, self._methods)
+        self._writer = Writer(self.folder, run, self.params.max_gb, self._methods, self.params.table)
 
     @property
     def _methods(self) -> tuple[str, ...]:
@@ -160,11 +167,25 @@ class Trace(Watcher):
         )
         rows = frozenset(i for i, g in enumerate(rollouts.group.tolist()) if g in batch.groups)
         self._last = (rollouts.batch, rows)
-        failed = self._writer.write(batch)
-        if failed:
-            self.warn(f"a batch could not be written to {self.folder}: {failed}. Training goes on without it.")
+        self._wait()
+        self._writer.write(batch)
         if self._run is not None and rollouts.batch + 1 >= self._run.total_batches:
-            self._writer.wait()
+            self._wait()
+
+    def _wait(self) -> None:
+        """Until the batch before is on disk; its table goes to the tracker."""
+        assert self._writer is not None
+        if failed := self._writer.wait():
+            self.warn(f"a batch could not be written to {self.folder}: {failed}. Training goes on without it.")
+        with self._going_on("a table could not be logged to the tracker"):
+            log_table(self._writer.take_table())
+
+    @contextmanager
+    def _going_on(self, problem: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as e:
+            self.warn(f"{problem}: {type(e).__name__}: {shortened(e, 200)}. Training goes on without it.")
 
     @property
     def wants_ratios(self) -> bool:
@@ -182,9 +203,12 @@ class Trace(Watcher):
         self._writer.write_updates(batch, tuple(known))
 
     def ended(self) -> None:
-        failed = self._writer.wait() if self._writer is not None else ""
-        if failed:
-            self.warn(f"the last batch could not be written to {self.folder}: {failed}.")
+        if self._writer is None:
+            return
+        self._wait()
+        if self.params.hub:
+            with self._going_on(f"{self.folder} could not be uploaded to {self.params.hub}"):
+                push(self.folder, self.params.hub)
 
     def _chosen(self, rollouts: Rollouts) -> frozenset[int]:
         ids = rollouts.groups.ids

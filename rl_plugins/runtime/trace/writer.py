@@ -23,6 +23,7 @@ from rl_plugins.core.rollouts import Run
 from rl_plugins.runtime.trace import schema
 from rl_plugins.runtime.trace.batch import TracedBatch, Updated
 from rl_plugins.runtime.trace.notes import written
+from rl_plugins.runtime.trace.publish import table_rows
 from rl_plugins.runtime.trace.records import Read, batch_record, row_records, update_records
 
 TABLES = ("rollouts", "batches", "tokens", "updates")
@@ -37,10 +38,12 @@ class Writer:
         run: host, tokenizer.
         max_gb: on disk.
         methods: of the run, in order.
+        table: rollouts of a batch that `take_table` gives.
     """
 
-    def __init__(self, folder: Path, run: Run, max_gb: float, methods: Sequence[str]) -> None:
+    def __init__(self, folder: Path, run: Run, max_gb: float, methods: Sequence[str], table: int = 0) -> None:
         self.folder, self.methods, self.host = folder, tuple(methods), run.host
+        self._in_table, self._table = table, list[list[Any]]()
         self._most = max_gb * 1e9
         # a tokenizer of one thread: two that use it at a time fail
         self._chat = copy.deepcopy(run.chat)
@@ -50,15 +53,9 @@ class Writer:
         for table in TABLES:
             (folder / table).mkdir(parents=True, exist_ok=True)
 
-    def write(self, batch: TracedBatch) -> str:
-        """Begins to write a batch, after the one before is done.
-
-        Returns:
-            What went wrong with the one before; empty if nothing did.
-        """
-        failed = self.wait()
+    def write(self, batch: TracedBatch) -> None:
+        """Begins to write a batch, after `wait`."""
         self._pending = self._pool.submit(self._write, batch, time.time())
-        return failed
 
     def write_updates(self, number: int, updates: Sequence[Updated]) -> None:
         """The optimizer steps of a batch so far, after whatever is being written."""
@@ -79,6 +76,12 @@ class Writer:
         failure = pending.exception()
         return "" if failure is None else f"{type(failure).__name__}: {shortened(failure, 200)}"
 
+    def take_table(self) -> list[list[Any]]:
+        """`table_rows` of the batch that was waited for, once. The thread that trains logs them: trackio knows its run
+        there alone."""
+        taken, self._table = self._table, []
+        return taken
+
     def _write(self, batch: TracedBatch, now: float) -> None:
         read = Read(batch, self.host)
         records = row_records(read, self._decoded)
@@ -89,6 +92,7 @@ class Writer:
         summary = batch_record(read, now, self.host, self.methods)
         self._put("batches", number, pa.Table.from_pylist([summary], schema.BATCHES))
         self._thin()
+        self._table = table_rows(records[: self._in_table])
 
     def _put(self, table: str, number: int, content: pa.Table) -> None:
         path = self.folder / table / f"batch-{number:08d}.parquet"
