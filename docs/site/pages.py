@@ -20,9 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-from rl_plugins.cards.catalog import entries, plugins
+from rl_plugins.cards.catalog import card_of, entries, plugins
 from rl_plugins.cards.results import measured_of
-from rl_plugins.cards.standing import standing_of
 from rl_plugins.cards.usage import usage_of
 from rl_plugins.core.files import claim
 from rl_plugins.core.method import Bundle, Method
@@ -217,7 +216,7 @@ def method_page(name: str) -> str:
         first, _, rest = inspect.cleandoc(found.__doc__ or "").partition("\n\n")
         known = " ".join(first.split()) in " ".join(parts[1].split())
         parts += ["## The rule", rule(rest if known else f"{first}\n\n{rest}")]
-    standing = standing_of(name)
+    standing = card_of(found).standing
     parts += [
         f"## What we measured\n\n**Whether to use it:** {standing.word}. {standing.why}".rstrip(),
         *_measured(found),
