@@ -13,6 +13,8 @@ from importlib.resources import files
 from typing import Literal
 
 HOSTS = ("trl", "verl")
+Kind = Literal["option", "tool", "page", "elsewhere"]
+KINDS: tuple[Kind, ...] = ("option", "tool", "page", "elsewhere")
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Answer:
-    """An option of a host, a command of this package, or a page of its documentation.
+    """An option of a host, a command of this package, a page of its documentation; or, where nothing here helps, the
+    page of the host ("elsewhere").
 
     Attributes:
         does: what it does, in one line.
@@ -41,7 +44,7 @@ class Answer:
         words: what users and logs call it, with semicolons between.
     """
 
-    kind: Literal["option", "tool", "page"]
+    kind: Kind
     name: str
     does: str
     use: Mapping[str, str]
@@ -49,7 +52,7 @@ class Answer:
     words: str
 
 
-def _answer(kind: Literal["option", "tool", "page"], name: str, told: Mapping[str, str | list[str]]) -> Answer:
+def _answer(kind: Kind, name: str, told: Mapping[str, str | list[str]]) -> Answer:
     use = {host: str(line) for host in HOSTS if (line := told.get("use") or told.get(host))}
     return Answer(kind, name, str(told["does"]), use, tuple(told.get("problems", ())), str(told["words"]))
 
@@ -59,6 +62,4 @@ PROBLEMS: dict[str, Problem] = {
     key: Problem(**{name: " ".join(text.split()) for name, text in told.items()})
     for key, told in _READ["problem"].items()
 }
-ANSWERS: tuple[Answer, ...] = tuple(
-    _answer(kind, name, told) for kind in ("option", "tool", "page") for name, told in _READ[kind].items()
-)
+ANSWERS: tuple[Answer, ...] = tuple(_answer(kind, name, told) for kind in KINDS for name, told in _READ[kind].items())

@@ -1,6 +1,7 @@
 """The card of a method: what a reader who chooses is told. It is `NAME.toml` beside the code, and decides nothing.
 
 use_when, avoid_when    one sentence each
+words                   what users call it or its problem, with semicolons between; `rl-plugins suggest` looks for them
 cost                    what it costs and which features of the engine it needs
 about                   of a bundle: what it does, a paragraph
 disagreements           where paper and code differ, and which parameter selects
@@ -99,6 +100,7 @@ class CardFile:
     name: str
     paper: Paper | None = None
     use_when: str = ""
+    words: str = ""
     avoid_when: str = ""
     cost: str = ""
     asked_for: str = ""

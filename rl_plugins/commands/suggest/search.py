@@ -1,7 +1,7 @@
 """Which problems, methods, host options, commands and pages a sentence speaks of.
 
-Everything that can be found is one row of a table of SQLite in memory. Its full-text index (FTS5, words by their stem)
-ranks the rows by BM25. A row has three columns: its name, what users call it, and the rest of its text.
+Every name, every phrase that users have for a thing, and every sentence about it is a row of a table of SQLite in memory.
+Its full-text index (FTS5, words by their stem) ranks the rows by BM25, and a thing counts by its best rows.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from itertools import pairwise
 from typing import Literal
 
 from rl_plugins.cards.catalog import Card, cards
-from rl_plugins.cards.problems import ANSWERS, PROBLEMS, Answer, Problem
+from rl_plugins.cards.problems import ANSWERS, HOSTS, PROBLEMS, Answer, Problem
 
-WEIGHTS = (6.0, 4.0, 1.0)  # of the columns
+Kind = Literal["problem", "method", "option", "tool", "page", "elsewhere"]
+PHRASE, SENTENCE = 1.0, 0.5  # weights of a row that is a name or a phrase of users, and of one that is a sentence
+BEST = (1.0, 0.5, 0.25)  # weights of the best rows of a thing
 NO_MEANING = frozenset(
     """
-    a about after also am an and any are as at be because been but by can could did do does doing don for from
-    get gets getting give given got had has have having how i if in into is isn it its just make me mine my of
-    or our see seem seems should so some than that the their them then there these they thing this to too try
-    trying us use used using very want was we were what when where which while who why will with would you your
+    a about after also am an and any are as at be because been but by can could did do does doing don for from get
+    gets getting give given got had has have having how i if in into is isn it its just make me mine my of or our
+    see seem seems should so some than that the their them then there these they thing this to too try trying us
+    use used using very want was we were what when where which while who why will with would you your
     """.split()  # noqa: SIM905
 )
-
-Kind = Literal["problem", "method", "option", "tool", "page"]
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class Hit:
     """Something that a sentence speaks of.
 
     Attributes:
-        kind: "problem", "method", "option", "tool" or "page".
-        score: of BM25, larger is nearer.
+        score: larger is nearer.
         found: what it is.
     """
 
@@ -53,52 +52,66 @@ class Hit:
 
 def search(sentence: str, host: str | None) -> list[Hit]:
     """Everything of this host, or of both, that has a word of the sentence; the nearest first."""
-    rows = [*_rows(host)]
-    table = sqlite3.connect(":memory:")
-    table.execute("create virtual table texts using fts5(name, words, rest, tokenize='porter unicode61')")
-    table.executemany("insert into texts values (?, ?, ?)", [text for _, _, text, _ in rows])
-    asked = _asked(sentence, [" ".join(text) for _, _, text, _ in rows])
+    things = list(_things({host} if host else set(HOSTS)))
+    rows = [(i, weight, text) for i, (_, _, _, texts) in enumerate(things) for weight, text in texts]
+    asked = _asked(sentence, [text for _, _, text in rows])
     if not asked:
         return []
-    ranked = table.execute(
-        f"select rowid, -bm25(texts, {', '.join(map(str, WEIGHTS))}) as score from texts where texts match ? "
-        "order by score desc, rowid",
-        [asked],
-    )
-    return [Hit(*rows[row - 1][:2], score, rows[row - 1][3]) for row, score in ranked]
+    table = sqlite3.connect(":memory:")
+    table.execute("create virtual table texts using fts5(text, tokenize='porter unicode61')")
+    table.executemany("insert into texts values (?)", [(text,) for _, _, text in rows])
+    scores: dict[int, list[float]] = {}
+    for row, score in table.execute("select rowid, -bm25(texts) from texts where texts match ?", [asked]):
+        i, weight, _ = rows[row - 1]
+        scores.setdefault(i, []).append(weight * score)
+    total = {
+        i: sum(b * s for b, s in zip(BEST, sorted(found, reverse=True), strict=False)) for i, found in scores.items()
+    }
+    return [Hit(*things[i][:2], total[i], things[i][2]) for i in sorted(total, key=lambda i: -total[i])]
 
 
-Row = tuple[Kind, str, tuple[str, str, str], Problem | Card | Answer]
+Thing = tuple[Kind, str, Problem | Card | Answer, list[tuple[float, str]]]
 
 
-def _rows(host: str | None) -> Iterator[Row]:
-    hosts = {host} if host else {"trl", "verl"}
+def _things(hosts: set[str]) -> Iterator[Thing]:
     for key, problem in PROBLEMS.items():
-        yield "problem", key, (f"{key} {problem.title}", problem.words, problem.seen), problem
+        yield "problem", key, problem, _texts(problem.title, problem.words, problem.seen)
     for answer in ANSWERS:
         if hosts & set(answer.use):
             options = " ".join(dict.fromkeys(answer.use.values()))
-            yield answer.kind, answer.name, (answer.name, answer.words, f"{answer.does} {options}"), answer
+            yield answer.kind, answer.name, answer, _texts(answer.name, answer.words, answer.does, options)
     for card in cards():
         if hosts & set(card.hosts):
-            file = card.file
-            title = card.entry.title if file.paper else ""
-            rest = f"{card.use_when} {' '.join(file.logs)}"
-            yield "method", card.name, (f"{card.name} {title}", card.does, rest), card
+            title = card.file.paper.title.partition(":")[0] if card.file.paper else ""
+            yield (
+                "method",
+                card.name,
+                card,
+                _texts(_joined(card.name), card.file.words, card.does, card.use_when, title),
+            )
+
+
+def _texts(name: str, words: str, *sentences: str) -> list[tuple[float, str]]:
+    phrases = [name, *(phrase for phrase in words.split(";") if phrase.strip())]
+    return [*((PHRASE, phrase) for phrase in phrases), *((SENTENCE, sentence) for sentence in sentences)]
+
+
+def _joined(name: str) -> str:
+    """A name of several words as one, so that a sentence has to name all of them: "dynamicsampling"."""
+    return "".join(_words(name))
 
 
 def _asked(sentence: str, texts: Sequence[str]) -> str:
-    """The sentence as a query: any of its words, and any two that follow each other. A word that no text has is taken
-    for the nearest one that a text has."""
+    """The sentence as a query: any of its words, and any two that follow each other, as a phrase or as one name. A word
+    that no text has is taken for the nearest one that a text has."""
     known = sorted({word for text in texts for word in _words(text)})
-    words = []
+    words: list[str] = []
     for word in _words(sentence):
-        if word in NO_MEANING:
-            continue
-        near = [] if len(word) < 4 or word in known else difflib.get_close_matches(word, known, 1, 0.85)
-        words.append(*near or [word])
-    phrases = [*words, *(f"{a} {b}" for a, b in pairwise(words))]
-    return " OR ".join(f'"{phrase}"' for phrase in dict.fromkeys(phrases))
+        if word not in NO_MEANING:
+            near = [] if len(word) < 4 or word in known else difflib.get_close_matches(word, known, 1, 0.85)
+            words.append(*near or [word])
+    pairs = [text for a, b in pairwise(words) for text in (f"{a} {b}", a + b)]
+    return " OR ".join(f'"{phrase}"' for phrase in dict.fromkeys([*words, *pairs]))
 
 
 def _words(text: str) -> list[str]:

@@ -70,7 +70,7 @@ def _problem(suggestion: Suggestion, host: str) -> str:
 
 def _answer(answer: Answer, host: str) -> Iterator[str]:
     where = host if host in answer.use else next(iter(answer.use))
-    of = {"option": f"option of {where}", "tool": "command", "page": "page"}[answer.kind]
+    of = {"option": f"option of {where}", "elsewhere": "no answer here"}.get(answer.kind, answer.kind)
     yield from _wrapped("  ", f"{answer.name}, {of}: {answer.does}.")
     yield f"      use:      {answer.use[where]}"
 
@@ -107,12 +107,14 @@ def plain(advice: Advice) -> dict[str, Any]:
         for hit in advice.nearest
         for one in (of_problem.get(hit.name, []) if hit.kind == "problem" else [_plain(hit.found, None, advice.host)])
     ]
-    everything = [*first, *(one for found in of_problem.values() for one in found)]
+    answers: dict[str, dict[str, Any]] = {}
+    for one in [*first, *(one for found in of_problem.values() for one in found)]:
+        answers.setdefault(one["name"], one)
     return {
         "host": advice.host,
         "logs": None if advice.source is None else {"file": str(advice.source.file), "steps": advice.source.steps},
         "nearest": [{"kind": hit.kind, "name": hit.name, "score": round(hit.score, 2)} for hit in advice.nearest],
-        "answers": list({(one["kind"], one["name"]): one for one in reversed(everything)}.values())[::-1],
+        "answers": list(answers.values()),
         "problems": [
             {
                 "problem": s.problem,
