@@ -22,9 +22,13 @@ from typing import Any
 
 import psutil
 import pyarrow.parquet
+import pytest
 import torch
 from forked import MARK
+from gradients import reference
 from waiting import NEVER
+
+from rl_plugins.lab.demo.policy import build_tokenizer
 
 HERE = Path(__file__).parent
 PROBES = HERE.parent / "trl"
@@ -252,8 +256,8 @@ def start(
         f"actor_rollout_ref.rollout.n={SAMPLES}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
         f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={rows // 4}",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
+        f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={rows // 4}",
+        f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={rows // 4}",
         "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
         "trainer.val_before_train=False",
         f"trainer.n_gpus_per_node={ranks}",
@@ -346,6 +350,53 @@ def check_end(run: Run, method: str, error: str) -> None:
     assert f"Remove `{method}` from `methods` to go on without it." in run.log
     assert run.of("step")[-1]["step"] == run.of("stepped")[-1]["step"] + 1, "the step before it was whole"
     assert run.of("stepped")[-1]["step"] == len(run.settings) - 1
+
+
+def check_setting(run: Run, number: int, later_rounds: bool = False) -> None:
+    """A step (from 0) of a walk trained its prompts and its rows, which are as old as verl's own measure says.
+
+    Args:
+        later_rounds: it planned prompts in later rounds, too.
+    """
+    logged, step, name = run.metrics(number + 1), run.steps()[number], run.settings[number]
+    d, plan, decided = step["decision"], run.of("plan")[number], run.of("decided")[number]
+    assert step["names"] == name.split("+") and plan["step"] == decided["step"] == number + 1
+    assert set(plan["prompts"]) <= set(decided["prompts"])
+    assert (set(plan["prompts"]) < set(decided["prompts"])) == later_rounds
+    assert logged["rl_plugins/rows_generated"] == len(d.rollouts)
+    assert logged["rl_plugins/rows_trained"] == int(d.trained.sum())
+    if bool(d.stays.any()):  # of a batch that left whole verl keeps one row
+        measured = run.measured(number + 1)
+        for ours, theirs in STALENESS.items():
+            assert logged[f"rl_plugins/{ours}"] == pytest.approx(measured[f"training/off_policy/{theirs}"]), ours
+
+
+def check_gradient(run: Run, number: int) -> bool:
+    """The gradient norm of a step (from 0) of a walk is that of plain transformers and torch; False if it trained
+    nothing."""
+    run.check(number)
+    update = run.update(number)
+    if update is None:
+        return False
+    norm, rows = reference([update])
+    assert update["methods"] == run.settings[number].split("+") and update["global_batch_size"] == rows
+    assert update["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    return True
+
+
+def seen(run: Run, name: str, visit: int = 0) -> tuple[Any, Any, dict[str, float]]:
+    """Decision, tokens and what was logged in the first or a later batch of a method beside `watch`."""
+    k = [i for i, names in enumerate(run.settings) if name in names.split("+")][visit]
+    run.check(k)
+    _, tokens = torch.load(run.folder / f"watch{k}.pt", weights_only=False)
+    return run.steps()[k]["decision"], tokens, run.metrics(k + 1)
+
+
+def trained_prompts(run: Run, name: str, visit: int = 0) -> list[str]:
+    update = [u for u in run.updates() if name in u["methods"]][visit]["rows"]
+    real = [float(x.sum()) > 0 for x in update["rl_plugins_real"]]
+    texts = build_tokenizer().batch_decode([list(p) for p in update["prompts"]])
+    return [text for text, kept in zip(texts, real, strict=True) if kept]
 
 
 def check_costs(killed: Run, resumed: Run, step: int, last: int) -> None:

@@ -51,7 +51,7 @@ def _carousel(module: object) -> None:
 
         class Watched(cls):
             def on_init_end(self):
-                self.replay_buffer.poll_interval = 0.2  # stock two seconds
+                self.replay_buffer.poll_interval = 0.05  # stock two seconds
                 super().on_init_end()
 
             def on_step_begin(self):
