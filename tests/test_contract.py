@@ -89,6 +89,10 @@ def select(self, rollouts):
     return (rollouts.rollout < groups.rows(groups.max(rollouts.rollout))) | (groups.rows(groups.size) < 3)
 
 
+def teacher_prompts(self, rollouts):
+    return [f"of reward {r}" if r > 0 else None for r in rollouts.reward.tolist()]
+
+
 def advantages(self, rollouts):
     groups = rollouts.groups
     return self.params.scale * (rollouts.reward - groups.rows(groups.mean(rollouts.reward)))
@@ -159,7 +163,8 @@ GOOD: dict[str, Any] = {
         avoid_when="You train.",
     ),
     "needs": frozenset(
-        {"tokens", "entropies", "old_logprobs", "current_logprobs", "current_entropies", "prompt_index"}
+        {"tokens", "entropies", "old_logprobs", "teacher_logprobs", "current_logprobs", "current_entropies"}
+        | {"prompt_index"}
     ),
     "Params": ToyParams,
 }
@@ -171,6 +176,7 @@ ALL_HOOKS = {
     "rollout": plain,
     "rewards": rewards,
     "select": select,
+    "teacher_prompts": teacher_prompts,
     "advantages": advantages,
     "shape": shape,
     "observe": observe,

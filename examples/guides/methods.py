@@ -104,6 +104,16 @@ class Mixed(Method):
         return groups.rows(groups.max(reward) > groups.min(reward))
 
 
+class Cheating(Method):
+    """Shows the policy the answer, and asks again how likely each token is."""
+
+    name = "cheating"
+    needs = frozenset({"tokens", "teacher_logprobs", "column:answer"})
+
+    def teacher_prompts(self, rollouts: Rollouts) -> list[str]:
+        return [f"The answer is {answer}. Derive it." for answer in rollouts.meta["answer"]]
+
+
 class LeaveOneOut(Method):
     """Compares a rollout with the mean of the others of its group."""
 

@@ -44,6 +44,25 @@ def has_template(folder: str | Path) -> bool | None:
     return bool(others) or any(isinstance(t, dict) and t.get("chat_template") for t in told)
 
 
+def check_teacher(tokenizer: Any, teacher: str, **options: Any) -> None:
+    """Raises ConfigError for a teacher in whose tokenizer a token of the policy's has another id.
+
+    Args:
+        tokenizer: of the policy.
+        teacher: path or name of its model.
+        options: of `from_pretrained`.
+    """
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(teacher, **options).get_vocab()
+    other = [token for token, i in tokenizer.get_vocab().items() if theirs.get(token) != i]
+    if other:
+        raise ConfigError(
+            f"The teacher {teacher} has another tokenizer: {len(other)} tokens of the policy have other ids in it, one "
+            f"is {other[0]!r}. Its log-probs would be of other texts. Take a teacher of the policy's family."
+        )
+
+
 class TokenizerChat:
     """`requests.Chat` on a tokenizer of transformers.
 

@@ -145,8 +145,8 @@ class MethodStack(Context):
             draw other random numbers. Part of the saved state.
 
     Raises:
-        ConfigError: two methods claim the same exclusive hook, decide how many rollouts prompts get, need log-probs of a
-            teacher, or aggregate losses differently; one needs whole batches, and another lets groups wait.
+        ConfigError: two methods claim the same exclusive hook, decide how many rollouts prompts get, need a teacher, or
+            aggregate losses differently; one needs whole batches, and another lets groups wait.
     """
 
     def __init__(

@@ -604,7 +604,7 @@ def _no_head(stack: MethodStack, known: KnownRun) -> str:
 def _no_other_prompt(stack: MethodStack, known: KnownRun) -> str:
     if known.has_images:
         return "prompts of a teacher are texts, and the dataset has images. Remove the method."
-    return stack.teacher and missing(HEAD) or ""
+    return missing(HEAD) if stack.teacher else ""
 
 
 SIGNAL_RULES: tuple[tuple[str, Rule], ...] = (

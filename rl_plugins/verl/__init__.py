@@ -5,5 +5,5 @@ python -m verl.trainer.main_ppo ... trainer.v1.trainer_mode=rl_plugins_sync "+rl
 
 from __future__ import annotations
 
-METHODS_VARIABLE = "RL_PLUGINS_METHODS"
-"""Set in the worker processes of a run that names methods (see `start.apply`)."""
+METHODS_VARIABLE, TEACHER_VARIABLE = "RL_PLUGINS_METHODS", "RL_PLUGINS_TEACHER"
+"""Set in the worker processes of a run that names methods, and a teacher (see `start.apply`)."""

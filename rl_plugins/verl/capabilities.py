@@ -172,6 +172,8 @@ def check(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]
         options[ENTROPY] = True
     if stack.claimed("rollout"):
         options[MANAGER] = PROGRAM_MANAGER
+    if stack.teacher is not None:  # verl then loads a second model, and its own penalty is 0
+        options |= {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.0}
     return options
 
 
@@ -639,6 +641,18 @@ def _reward_model_scores_again(stack: MethodStack, read: Reader) -> str:
     )
 
 
+def _teacher_is_the_reference(stack: MethodStack, read: Reader) -> str:
+    penalty = read(f"{ACTOR}.use_kl_loss", False) and read(f"{ACTOR}.kl_loss_coef", 0.0)
+    lora = read("actor_rollout_ref.model.lora_rank", 0) or read("actor_rollout_ref.model.lora_adapter_path")
+    if stack.teacher is None or not (penalty or lora or read("algorithm.use_kl_in_reward", False)):
+        return ""
+    why = "with LoRA there is none" if lora else "a KL penalty needs it for the reference policy"
+    return (
+        f"{_who(stack, lambda m: m.teacher is not None)} has the teacher {stack.teacher}, for which verl has one model "
+        f"beside the policy: {why}. Train without {'an adapter' if lora else 'the penalty'}, or remove the teacher."
+    )
+
+
 def _distillation(stack: MethodStack, read: Reader) -> str:
     if not read("distillation.enabled", False):
         return ""
@@ -680,6 +694,7 @@ REFUSED: tuple[Rule, ...] = (
     _weights_are_offloaded,
     _divided_by_padding,
     _reward_model_scores_again,
+    _teacher_is_the_reference,
     _distillation,
     _untested_engine,
     _no_hybrid_engine,

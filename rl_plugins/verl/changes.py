@@ -89,6 +89,13 @@ CHANGES: tuple[Change, ...] = (
         "plugin.without_value_head",
     ),
     Change(
+        "`ActorRolloutRefWorker.ref_worker_cls`: the same worker, made with the model of the teacher",
+        "verl's one model beside the policy is the policy's first weights",
+        "a method names a teacher (RL_PLUGINS_TEACHER in the process)",
+        "none",
+        "plugin.teacher_as_reference",
+    ),
+    Change(
         "the trainer's `replay_buffer`: `poll_interval` is 0.2 s; `sample` takes as many prompts as were "
         "planned, and rounds; `_wait_for_next_poll` looks for dead workers first",
         "plans of any size; short steps; no wait without an end",

@@ -10,6 +10,7 @@ ends before Ray starts.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -20,11 +21,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rl_plugins.verl import METHODS_VARIABLE
+from rl_plugins.verl import METHODS_VARIABLE, TEACHER_VARIABLE
 from rl_plugins.verl.imports import after_import
 
 CONFIG, TRAINER_BASE = "verl.utils.config", "verl.trainer.ppo.v1.trainer_base"
 TRAINERS, MONKEY_PATCH = "verl.trainer.ppo.v1", "verl.models.transformers.monkey_patch"
+TRAINING_WORKERS = "verl.workers.engine_workers"
 AGENT_LOOP = "verl.experimental.agent_loop.single_turn_agent_loop"
 
 
@@ -42,6 +44,8 @@ def load() -> None:
         after_import(AGENT_LOOP, _register_agent_loop)
         if on_cpu or os.environ.get(METHODS_VARIABLE):
             after_import(MONKEY_PATCH, without_value_head)
+        if os.environ.get(TEACHER_VARIABLE):
+            after_import(TRAINING_WORKERS, teacher_as_reference)
     except Exception as e:
         if not _verl_reports_plugins():
             print(f"[rl-plugins] the verl plugin could not be loaded in process {os.getpid()}:", file=sys.stderr)
@@ -109,6 +113,19 @@ def _refuse_methods(module: ModuleType, why: str) -> None:
             )
 
     _before(module, "validate_config", check)
+
+
+def teacher_as_reference(module: Any) -> None:
+    """The reference worker loads the model of a teacher: verl has one model beside the policy, and it is the policy's
+    first weights."""
+    made = module.ActorRolloutRefWorker.ref_worker_cls
+
+    def make(config: Any) -> Any:
+        replace, teacher = dataclasses.replace, os.environ[TEACHER_VARIABLE]
+        model = replace(config.model_config, path=teacher, hf_config_path=teacher)
+        return made(config=replace(config, model_config=model))
+
+    module.ActorRolloutRefWorker.ref_worker_cls = staticmethod(make)
 
 
 def without_value_head(module: Any) -> None:

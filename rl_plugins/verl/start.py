@@ -8,13 +8,13 @@ from typing import Any
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime.preflight import render_table
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.verl import METHODS_VARIABLE, capabilities
+from rl_plugins.verl import METHODS_VARIABLE, TEACHER_VARIABLE, capabilities
 from rl_plugins.verl.compat import check_verl
 from rl_plugins.verl.config import MODES, Settings, read_settings
 from rl_plugins.verl.host_config import refuse_old_keys
 from rl_plugins.verl.saved import check_tracker
 
-WORKERS = f"ray_kwargs.ray_init.runtime_env.env_vars.{METHODS_VARIABLE}"  # what verl hands to `ray.init`
+ENVIRONMENT = "ray_kwargs.ray_init.runtime_env.env_vars"  # what verl hands to `ray.init`
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,9 @@ def apply(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]
     refuse_old_keys(capabilities.Reader(config))
     options = capabilities.check(stack, settings, config)
     with open_dict(config):
-        for name, value in {**options, WORKERS: ",".join(m.name for m in stack.methods)}.items():
+        teacher = {} if stack.teacher is None else {f"{ENVIRONMENT}.{TEACHER_VARIABLE}": stack.teacher}
+        told = {f"{ENVIRONMENT}.{METHODS_VARIABLE}": ",".join(m.name for m in stack.methods), **teacher}
+        for name, value in {**options, **told}.items():
             OmegaConf.update(config, name, value, force_add=True)
     return options
 

@@ -20,7 +20,7 @@ PARTITION = "rl_plugins_teacher"  # of TransferQueue: responses behind the promp
 
 def read_by_teacher(
     batch: Batch,
-    prompts: Mapping[str, Any] | None,
+    prompts: Mapping[str, Any],
     encode: Callable[[Any], Sequence[int]],
     compute: Callable[[Batch], Any],
     temperature: float,
@@ -29,20 +29,16 @@ def read_by_teacher(
     """Writes the teacher's log-probs of every response, NaN in rows it does not read.
 
     Args:
-        prompts: key of a row -> its prompt for the teacher, a text or messages; None, or no entry: it is not read. None
-            instead of them: every row is read under its own prompt.
+        prompts: key of a row -> its prompt for the teacher, a text or messages; None, or no entry: it is not read.
         encode: such a prompt -> token ids.
         compute: pass of the teacher's workers, which writes `log_probs` of what it is given.
         temperature: with which the responses are sampled.
         multiple: number that the rows of a pass must divide by.
     """
-    rows = fetch(batch, ["responses", *(["prompts"] if prompts is None else [])])
-    of, responses = Ragged.of(rows["responses"]), rows["responses"].unbind()
-    if prompts is None:
-        ids = dict(enumerate(rows["prompts"].unbind()))
-    else:
-        told = ((i, prompts.get(key)) for i, key in enumerate(batch.keys))
-        ids = {i: torch.tensor(encode(prompt)) for i, prompt in told if prompt is not None}
+    column = fetch(batch, ["responses"])["responses"]
+    of, responses = Ragged.of(column), column.unbind()
+    told = ((i, prompts.get(key)) for i, key in enumerate(batch.keys))
+    ids = {i: torch.tensor(encode(prompt)) for i, prompt in told if prompt is not None}
     values = torch.full((int(of.offsets[-1]),), torch.nan)
     if ids:
         chosen = [*ids, *[next(iter(ids))] * (-len(ids) % multiple)]

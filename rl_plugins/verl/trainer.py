@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from rl_plugins.core.errors import MethodError
 from rl_plugins.core.rollouts import PlanRow
+from rl_plugins.runtime.chat import check_teacher
 from rl_plugins.runtime.costs import NOTE, Costs
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.plan import in_evaluation
@@ -41,6 +42,7 @@ from rl_plugins.verl.batch import (
     keep_sum_squared_probs,
     logprob_multiple,
     planned_rows,
+    put,
     weigh_rewards,
     whole_group_order,
 )
@@ -53,7 +55,7 @@ from rl_plugins.verl.evaluation import PlannedBatches
 from rl_plugins.verl.processes import Watch, ask, confirm, died
 from rl_plugins.verl.prompts import PLANNED_AGENT, PROMPT_INDEX, PromptBatches, messages_of, number_rows
 from rl_plugins.verl.rewards import with_reward_functions
-from rl_plugins.verl.rows import GROUP, flat, notes_of, read_rollouts, split
+from rl_plugins.verl.rows import GROUP, TOKEN_COLUMNS, flat, notes_of, read_rollouts, split
 from rl_plugins.verl.saved import ACCEPT, check_saved, host_files, save_costs, saved_costs
 from rl_plugins.verl.teacher import read_by_teacher
 from rl_plugins.verl.versions import Snapshots
@@ -103,6 +105,8 @@ class MethodsTrainer(host.Trainer):
         if self.methods:
             self._prompts = PromptBatches(self.train_dataset, self.config, self.settings.rewards)
             frame = getattr(self.train_dataset, "dataframe", None)  # the rows as they were read, without a template
+            if self.methods.teacher is not None:
+                check_teacher(self.tokenizer, self.methods.teacher)
             self._fingerprint = fingerprint(self.train_dataset if frame is None else frame)
             model = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
             rows = model.hf_config.get_text_config().vocab_size  # some have no text
@@ -390,18 +394,28 @@ class MethodsTrainer(host.Trainer):
             self._by_generating_weights(batch, self._selected)
         if self._selected is not None:
             complete_rollout_logprobs(batch, self._selected.unknown, metrics)
-            if "teacher_logprobs" in self.methods.token_columns:
-                self._read_by_teacher(batch, self._selected)
+            if "teacher_logprobs" in self.methods.token_columns and self.methods.teacher is None:
+                self._read_by_teacher(batch, self._selected, self.actor_rollout_wg.compute_log_prob)
         return batch
 
-    def _read_by_teacher(self, batch: host.Batch, selected: Selected) -> None:
+    def _compute_ref_log_prob(self, batch: host.Batch, metrics: dict[str, Any]) -> host.Batch:
+        batch = super()._compute_ref_log_prob(batch, metrics)
+        if self.methods.teacher is not None and self._selected is not None:
+            self._read_by_teacher(batch, self._selected, self.ref_policy_wg.compute_ref_log_prob)
+        return batch
+
+    def _read_by_teacher(self, batch: host.Batch, selected: Selected, compute: Callable[[host.Batch], Any]) -> None:
+        if selected.teacher is None:  # each under its own prompt: that pass was made
+            name = "old_log_probs" if self.methods.teacher is None else "ref_log_prob"
+            put(batch, {TOKEN_COLUMNS["teacher_logprobs"]: fetch(batch, [name])[name]})
+            return
         read_by_teacher(
             batch,
             selected.teacher,
             lambda prompt: self._chat.prompt(messages_of(prompt)),
-            self.actor_rollout_wg.compute_log_prob,
+            compute,
             float(self.config.actor_rollout_ref.rollout.temperature),
-            logprob_multiple(self.config, self._ranks, False),
+            logprob_multiple(self.config, self._ranks, self.use_reference_policy),
         )
 
     def _by_generating_weights(self, batch: host.Batch, selected: Selected) -> None:

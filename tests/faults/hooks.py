@@ -33,7 +33,7 @@ from rl_plugins.core.method import HOOKS, Method
 from rl_plugins.core.requests import Call, Generate, Generated, Score, Scored, Trajectory, together
 from rl_plugins.core.rollouts import Admission, Completion, Plan, PlanRow, Rows, Shape, TurnTable, Update
 from rl_plugins.runtime.carry_over import Group, admit, to_plain
-from rl_plugins.runtime.decide import decide
+from rl_plugins.runtime.decide import decide, select_rows, teacher_prompts
 from rl_plugins.runtime.immutability import checking
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import evaluation_plan, first_plan
@@ -82,6 +82,14 @@ def drive_batch(stack: MethodStack) -> None:
     d = decide(stack, rollouts, tokens, None, grpo_advantages, ROWS)
     for value in (d.advantages, d.row_advantages, *d.row_columns.values(), *d.token_columns.values()):
         assert bool(value.float().isfinite().all()), "NaN or infinity goes on to the host"
+    combine([stack.metrics.take()])
+
+
+def drive_teacher(stack: MethodStack) -> None:
+    for prompt in teacher_prompts(stack, select_rows(stack, batch())) or ():
+        for message in prompt if isinstance(prompt, list) else ():
+            message["role"].lower(), message["content"]
+        assert prompt is None or len(prompt) > 0
     combine([stack.metrics.take()])
 
 
@@ -189,6 +197,7 @@ DRIVES: dict[str, tuple[str, Callable[[MethodStack], None]]] = {
     "rollout": ("rollout", drive_rollout),
     "rewards": ("rewards", drive_batch),
     "select": ("select", drive_batch),
+    "teacher_prompts": ("teacher_prompts", drive_teacher),
     "advantages": ("advantages", drive_batch),
     "shape": ("shape", drive_batch),
     "observe": ("observe", drive_batch),
@@ -824,11 +833,23 @@ def changes_of(place: str) -> Iterator[Case]:
             yield Case(place, f"changes {path} behind torch", changer(path, behind_torch))
 
 
+TEACHER_PROMPTS: dict[str, Callable[[], Any]] = {
+    "messages": lambda: [[{"role": "user", "content": "a"}]] * ROWS,
+    "one too few": lambda: ["a"] * (ROWS - 1),
+    "one empty": lambda: ["a"] * (ROWS - 1) + [""],
+    "no messages": lambda: [[]] * ROWS,
+    "a message without a role": lambda: [[{"content": "a"}]] * ROWS,
+    "a message without content": lambda: [[{"role": "user"}]] * ROWS,
+    "a role that is no text": lambda: [[{"role": 1, "content": "a"}]] * ROWS,
+    "token ids": lambda: [[1, 2]] * ROWS,
+}
+
 GOOD: dict[str, Hook] = {
     **dict.fromkeys(("start", "observe", "rewards", "select", "shape", "plan", "before_update"), lambda *args: None),
     **dict.fromkeys(("plan, round 1", "plan, evaluation"), lambda *args: None),
     "select_prompts": lambda pool, n: list(pool.proposal),
     "admit": lambda queue: Admission(4),
+    "teacher_prompts": lambda rollouts: [None] * ROWS,
     "advantages": lambda rollouts: torch.zeros(ROWS),
     "policy_loss": lambda terms: terms.logprobs,
     "regularize": lambda terms: terms.logprobs,
@@ -872,6 +893,7 @@ def cases() -> Iterator[Case]:
     yield from (Case("shape", n, lambda self, r, t, v=v: v(len(t))) for n, v in SHAPES.items())
     yield from (Case("before_update", n, lambda self, r, v=v: v()) for n, v in UPDATES.items())
     yield from (Case("admit", n, lambda self, q, v=v: v()) for n, v in ADMISSIONS.items())
+    yield from (Case("teacher_prompts", n, lambda self, r, v=v: v()) for n, v in TEACHER_PROMPTS.items())
     yield from (Case("select_prompts", n, lambda self, p, k, v=v: v()) for n, v in SELECTIONS.items())
     for place in ("policy_loss", "regularize"):
         yield from (Case(place, n, lambda self, t, v=v: v(t)) for n, v in LOSSES.items())
@@ -922,6 +944,7 @@ LEGAL: dict[str, set[str]] = {
     "admit": {"legal"},
     "rewards": {"NaN in one"} | _NUMBERS,
     "select": {"returns bool"},
+    "teacher_prompts": {"returns a list of text", "returns a list of None", "messages"},
     "advantages": set(_NUMBERS),
     "shape": {
         *(f"advantages {kind}" for kind in ("bool", "integers", "a list", "negative", "slightly positive")),

@@ -86,6 +86,7 @@ FOUND = {
     "before_update": {"lr_scale 1e300", "columns 1e300", "lr_scale a complex tensor", "changes argument 0.columns"},
     "policy_loss": {"NaN gradient", "NaN gradient at masked tokens", "another graph", "on no device", "complex"},
     "admit": {"fresh huge", "resume that raises"},
+    "teacher_prompts": {"one too few", "token ids", "a message without a role", "returns text"},
     "regularize": {"NaN gradient at masked tokens", "complex", "changes argument 0.columns", "of advantages"},
     "start": {"draws into a tensor", "keeps a sparse tensor"},
 }

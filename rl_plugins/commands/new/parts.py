@@ -161,6 +161,23 @@ PARTS: dict[str, Part] = {
 """,
         names=("Rollouts",),
     ),
+    "teacher_prompts": Part(
+        rule="a teacher reads the answer of the dataset behind the prompt",
+        symbols="The teacher is the policy at the start of the step: `tokens.teacher_logprobs` in `shape`.",
+        params="",
+        code='''
+    def teacher_prompts(self, rollouts: Rollouts) -> list[str | None]:
+        """A prompt per row, text or messages as in the dataset; None: the teacher does not read the row."""
+        rows = zip(rollouts.meta["prompt"], rollouts.meta["answer"], strict=True)
+        return [f"{prompt}\\nThe answer is {answer}." if answer else None for prompt, answer in rows]
+''',
+        test="""
+    rollouts = testing.make_rollouts([1.0, 0], group_size=2, meta={"prompt": ["a", "b"], "answer": ["4", ""]})
+    assert METHOD().teacher_prompts(rollouts) == ["a\\nThe answer is 4.", None]
+""",
+        names=("Rollouts",),
+        needs=("tokens", "teacher_logprobs", "column:prompt", "column:answer"),
+    ),
     "advantages": Part(
         rule="A_i = (r_i - mean(r)) / (std(r) + eps), per group",
         symbols="r (rows,): rewards of a group. A (rows,): advantages.",

@@ -27,6 +27,8 @@ _UNKNOWN = re.compile(r"\n\s*\n([A-Z][a-z]+(?: [a-z]+)?):[ ]+\S")
 def check_declaration(kit: Kit) -> None:
     """declaration: name, hook signatures, class attributes"""
     registry.check_class(kit.cls, kit.cls.name, "check_method")
+    if "teacher_prompts" in kit.cls.claims() and "teacher_logprobs" not in kit.build().needs:
+        kit.fail('`teacher_prompts` is read for "teacher_logprobs" alone. Add it to `needs`.')
 
 
 def check_prose(kit: Kit) -> bool:

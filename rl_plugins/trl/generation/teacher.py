@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError
+from rl_plugins.runtime.chat import check_teacher
 from rl_plugins.runtime.decide import Selection, select_rows, teacher_prompts
 from rl_plugins.runtime.ranks import on_driver_for_each, to_driver
 from rl_plugins.trl.generation.rows import collect, rollouts_of
@@ -76,17 +76,10 @@ def load_teacher(trainer: Trainer, name: str) -> Any:
     Raises:
         ConfigError: its tokenizer has other token ids than the policy's.
     """
-    from transformers import AutoTokenizer
     from trl.trainer import grpo_trainer as host
 
     args, own = trainer.args, trainer.model.config
-    theirs = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code).get_vocab()
-    other = [token for token, i in tokenizer_of(trainer).get_vocab().items() if theirs.get(token) != i]
-    if other:
-        raise ConfigError(
-            f"The teacher {name} has another tokenizer: {len(other)} tokens of the policy have other ids in it, first "
-            f"{other[0]!r}. Its log-probs would be of other texts. Take a teacher of the policy's family."
-        )
+    check_teacher(tokenizer_of(trainer), name, trust_remote_code=args.trust_remote_code)
     options = dict(args.model_init_kwargs or {})
     if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
         options["device_map"] = None

@@ -622,6 +622,26 @@ class Signals(Probe):
         Signals.seen.append((rollouts, tokens))
 
 
+class Hinted(Probe):
+    """A teacher reads hints of different lengths, in every third row none, and not the rows that leave."""
+
+    name = "hinted"
+    needs = frozenset({"tokens", "token_ids", "old_logprobs", "teacher_logprobs", "column:prompt"})
+
+    def select(self, rollouts):
+        return rollouts.rollout != 7
+
+    def teacher_prompts(self, rollouts):
+        Hinted.prompts = [
+            None if i % 3 == 2 else [*prompt, {"role": "user", "content": "=" + "123" * (i % 5)}]
+            for i, prompt in enumerate(rollouts.meta["prompt"])
+        ]
+        return Hinted.prompts
+
+    def observe(self, rollouts, tokens, stats):
+        Hinted.seen = (rollouts, tokens)
+
+
 class Quotes(Probe):
     """Trains on a text of another source, tokenized by the run's tokenizer."""
 

@@ -192,7 +192,7 @@ def test_rows_and_tokens_that_leave(carousel: Run) -> None:
 
 
 def test_what_a_plan_can_ask_for(carousel: Run) -> None:
-    rollouts, tokens = torch.load(carousel.folder / "given.pt", weights_only=False)
+    rollouts, tokens, _ = torch.load(carousel.folder / "given.pt", weights_only=False)
     of = Groups(tokens.row, count=len(rollouts))
     forced = of.sum(tokens.forced.double())
     assert rollouts.length[:2].tolist() == [4, 3] and forced[:2].tolist() == [0, 3], "with log-probs it is a sample"
@@ -213,7 +213,7 @@ def test_what_a_plan_can_ask_for(carousel: Run) -> None:
 
 def test_a_stored_rollout_comes_back_as_it_was(carousel: Run) -> None:
     """With its log-probs, versions, observed token and rewards, which are not computed again."""
-    rollouts, tokens = torch.load(carousel.folder / "given.pt", weights_only=False)
+    rollouts, tokens, _ = torch.load(carousel.folder / "given.pt", weights_only=False)
     own, now = tokens.row == 40, PLACES.index("verl_given")
     assert tokens.position[own].tolist() == [0, 1, 3, 4] and not bool(tokens.forced[own].any())
     assert tokens.rollout_logprobs[own].tolist() == [-1.0, -2.0, -4.0, -5.0]
@@ -236,7 +236,7 @@ def test_a_stored_rollout_comes_back_as_it_was(carousel: Run) -> None:
 def test_squared_probabilities_are_those_of_the_policy_that_gave_the_old_log_probs(carousel: Run) -> None:
     from rl_plugins.lab.demo.policy import build_model
 
-    rollouts, tokens = torch.load(carousel.folder / "given.pt", weights_only=False)
+    rollouts, tokens, _ = torch.load(carousel.folder / "given.pt", weights_only=False)
     update = next(u for u in carousel.updates() if u["methods"] == ["verl_given"])
     model = build_model(0).float()
     model.load_state_dict(update["weights"])
@@ -249,6 +249,26 @@ def test_squared_probabilities_are_those_of_the_policy_that_gave_the_old_log_pro
         assert torch.allclose(tokens.sum_squared_probs[own], (p**2).sum(-1)[place], atol=1e-5)
         logprobs = p.gather(1, made[:, None])[place, 0].log()
         assert torch.allclose(tokens.old_logprobs[own], logprobs, atol=1e-4)
+
+
+def test_log_probs_under_the_prompts_of_a_teacher(carousel: Run) -> None:
+    """Of every completion, behind hints of several lengths, as the policy that gave the old log-probs has them."""
+    from rl_plugins.lab.demo.policy import build_model
+
+    rollouts, tokens, prompts = torch.load(carousel.folder / "given.pt", weights_only=False)
+    update = next(u for u in carousel.updates() if u["methods"] == ["verl_given"])
+    model, render = build_model(0), build_tokenizer().apply_chat_template
+    model.load_state_dict(update["weights"])
+    unread = torch.tensor([p is None for p in prompts])
+    assert torch.equal(torch.isnan(tokens.teacher_logprobs), unread[tokens.row]) and int(unread.sum()) == 21
+    for row in (0, 1, 9, 40, 63):
+        prompt = torch.tensor(render(prompts[row], add_generation_prompt=True, return_dict=True)["input_ids"])
+        made, own = rollouts.token_ids.completion[row], tokens.row == row
+        with torch.no_grad():
+            logits = model.double()(torch.cat([prompt, made])[None]).logits[0, len(prompt) - 1 : -1]
+        wanted = logits.log_softmax(-1).gather(1, made[:, None])[:, 0][tokens.position[own]]
+        assert torch.allclose(tokens.teacher_logprobs[own].double(), wanted, atol=1e-5)
+        assert float((tokens.old_logprobs[own] - wanted).abs().max()) > 1e-3
 
 
 def carousel_text(ids: tuple[int, ...]) -> str:

@@ -381,7 +381,7 @@ def _methods():
         name = "verl_given"
         needs = frozenset(
             {"tokens", "rollout_logprobs", "text", "column:level", "old_logprobs", "token_versions", "token_ids"}
-        ) | {"sum_squared_probs"}
+        ) | {"sum_squared_probs", "teacher_logprobs"}
 
         def plan(self, plan):
             rows = list(plan.rows)
@@ -408,8 +408,12 @@ def _methods():
             rows[5] = rows[5].replace(given=(stored,))
             return plan.replace(rows=tuple(rows))
 
+        def teacher_prompts(self, rollouts):
+            hint = [[{"role": "user", "content": "a:" + "12" * (i % 5)}] for i in range(len(rollouts))]
+            return [None if i % 3 == 2 else h for i, h in enumerate(hint)]
+
         def shape(self, rollouts, tokens):
-            torch.save((rollouts, tokens), OUT / "given.pt")
+            torch.save((rollouts, tokens, self.teacher_prompts(rollouts)), OUT / "given.pt")
             return Shape()
 
     return VerlGiven
