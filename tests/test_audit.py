@@ -242,7 +242,12 @@ def test_a_reward_that_is_never_given_is_critical(answer):
 
 
 def test_a_process_that_a_reward_function_forks_ends_by_os_exit():
+    forked = []
+
     def forks(row, text):
+        if len(forked) > 20:  # each copies what pytest has in memory
+            return right(row, text)
+        forked.append(text)
         child = os.fork()
         if not child:
             os._exit(7)

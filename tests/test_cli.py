@@ -355,7 +355,10 @@ def test_check_of_a_class_that_is_not_installed(tmp_path, monkeypatch):
     assert "it must be a JSON object" in rl_plugins("check", "mc_grpo", "--params", "3", status=2)
 
 
-def test_check_runs_programs_and_admission(tmp_path):
+def test_check_runs_programs_and_admission(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "rl_plugins.testing.contract.effects.idle_parameters", lambda *args, **params: {}
+    )  # test_effects
     text = rl_plugins("check", "latr")
     assert "ok           programs on the fake engine" in text and "ok           tokens of programs" in text
     assert "not checked  `rollout`: your model's tokenizer" in text
@@ -409,13 +412,20 @@ def test_a_new_package_with_all_hooks_passes_its_tests_and_installs(tmp_path):
     assert listed.returncode == 0 and "negative_weight = 0.5   (float, >= 0)" in listed.stdout, listed.stderr
 
 
-def test_the_code_of_a_new_package_fails_its_tests_when_it_is_broken(tmp_path):
+def test_the_code_of_a_new_package_fails_its_tests_when_it_is_broken(tmp_path, monkeypatch):
     rl_plugins("new", "my_method", "--into", str(tmp_path))
     source = tmp_path / "rl-plugins-my-method" / "src" / "rl_plugins_my_method" / "__init__.py"
     text = source.read_text()
     source.write_text(text.replace("groups.std(reward)", "groups.mad(reward)"))
     assert source.read_text() != text
-    assert process("-m", "pytest", "-q", cwd=source.parents[2]).returncode == 1
+    (file,) = (source.parents[2] / "tests").glob("test_*.py")
+    monkeypatch.syspath_prepend(source.parents[1])
+    tests = {"__name__": "broken"}
+    exec(compile(file.read_text(), file, "exec"), tests)
+    del sys.modules["rl_plugins_my_method"]
+    with pytest.raises(AssertionError):
+        for name in [name for name in tests if name.startswith("test_")]:
+            tests[name]()
 
 
 @pytest.mark.parametrize(
@@ -1052,30 +1062,18 @@ def test_trl_runs_our_config_and_trainer_and_keeps_its_own(run, monkeypatch):
 
 
 @pytest.mark.host
-def test_a_real_run_started_by_the_command(run, tmp_path):
-    done = process(
-        "-m", "rl_plugins.commands.cli", "trl", "grpo", "--config", run(output_dir=str(tmp_path / "out")), "--cpu",
-        "--num_processes", "1",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "rl-plugins: methods in effect, in this order" in done.stdout
-    assert "'rl_plugins/rows_generated': '20'" in done.stdout and "'mc_grpo/mad_zero'" in done.stdout
-    assert (tmp_path / "out" / "model.safetensors").exists()
+def test_a_run_that_is_refused_ends_with_one_paragraph(run, monkeypatch, capsys):
+    """In the process that a launcher started; `test_run_yaml_runs_on_a_laptop_as_it_is` starts the whole command."""
+    from rl_plugins.trl.commands import script
 
-
-@pytest.mark.host
-def test_a_real_run_that_is_refused_ends_with_one_paragraph(run):
-    done = process(
-        "-m",
-        "rl_plugins.commands.cli",
-        "trl",
-        "grpo",
-        "--config",
-        run(loss_type="bnpo", methods=["v0_5"], method_params=None),
-        "--cpu",
-    )
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr and "rl-plugins: loss_type='bnpo' divides by the tokens" in done.stderr
+    monkeypatch.setattr("rl_plugins.runtime.processes.end_with_command", lambda: None)
+    config = run(loss_type="bnpo", methods=["v0_5"], method_params=None)
+    monkeypatch.setattr(sys, "argv", ["script", "--config", config])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and "Traceback" not in told
+    assert "rl-plugins: loss_type='bnpo' divides by the tokens" in told
 
 
 @pytest.mark.ranks

@@ -237,7 +237,10 @@ def test_modules_of_the_current_folder_are_found(tmp_path, monkeypatch):
     assert sys.modules.pop("of_this_folder")
 
 
-def test_check_of_the_environment():
+def test_check_of_the_environment(monkeypatch):
+    monkeypatch.setattr(
+        "rl_plugins.testing.contract.effects.idle_parameters", lambda *args, **params: {}
+    )  # test_effects
     result = CliRunner().invoke(
         app, ["check", "turn_control", "--params", '{"environment": "environment:Guess", "strategy": "unlimited"}']
     )

@@ -145,4 +145,6 @@ def test_run_yaml_runs_on_a_laptop_as_it_is(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"'gdpo/max_abs_advantage': '?[1-9]", done.stdout)) == 2  # gdpo acted in both steps
+    assert "rl-plugins: methods in effect, in this order" in done.stdout
     assert (tmp_path / "laptop-run" / "out" / "checkpoint-2" / "rl_plugins").is_dir()
+    assert (tmp_path / "laptop-run" / "out" / "model.safetensors").exists()

@@ -213,7 +213,7 @@ class Trial(Kit):
         return self.__dict__[name]
 
 
-PARTS = ("class_attributes", "services", "batches", "kinds", "update", "programs", "queue")
+PARTS = ("class_attributes", "services", "batches", "programs", "update", "queue", "kinds")  # the longest last
 
 
 def changed(one: Trial, two: Trial, metrics: bool = True) -> str:

@@ -124,22 +124,15 @@ def test_fsdp2_is_one_rank(tmp_path, one_rank):
     check_sharded(one_rank, results, "FSDP", ("pytorch_model_fsdp_0/__1_0.distcp", "optimizer_0/__1_0.distcp"))
 
 
-@pytest.mark.parametrize(
-    ("where", "message"),
-    [
-        ("driver", "Method `boom` failed in `observe`: ValueError: the driver hook went wrong"),
-        ("rank1", "Method `boom` failed in `regularize`: ValueError: the loss hook went wrong"),
-    ],
-)
-def test_an_error_ends_all_ranks(tmp_path, where, message):
-    case = [["boom", ["boom"], dict(max_steps=3, method_params={"boom": {"where": where}})]]
+def test_an_error_of_the_driver_ends_all_ranks(tmp_path):
+    message = "Method `boom` failed in `observe`: ValueError: the driver hook went wrong"
+    case = [["boom", ["boom"], dict(max_steps=3, method_params={"boom": {"where": "driver"}})]]
     code, text, _ = launch(tmp_path, case, 2)
-    assert code != 0 and message in text and "Remove `boom` from `methods`" in text
-    if where == "driver":
-        assert text.count("rl_plugins.core.errors.MethodError: " + message) >= 2, "both ranks must say why"
+    assert code != 0 and "Remove `boom` from `methods`" in text
+    assert text.count("rl_plugins.core.errors.MethodError: " + message) >= 2, "both ranks must say why"
 
 
-def test_an_installed_plugin_that_fails_on_one_rank(tmp_path, plugin_path):
+def test_an_error_in_the_loss_of_one_rank_ends_all(tmp_path, plugin_path):
     """A method of another package, found through its entry point; only the loss of rank 1 raises."""
     case = [["dummy", ["dummy_fails"], {"max_steps": 3, "method_params": {"dummy_fails": {"hook": "policy_loss"}}}]]
     code, text, _ = launch(
