@@ -20,6 +20,7 @@ from rl_plugins.methods.rollout_replay import Buffer, RolloutReplay
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.preflight import HostCapabilities, preflight
+from rl_plugins.runtime.rounds import Rounds
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_plan, make_rollouts, make_run, make_tokens, one_step, start_stack
@@ -46,16 +47,22 @@ class Host:
         rng = np.random.default_rng([7, stack.batch])
         proposal = rng.permutation(PROMPTS)[:groups].tolist()
         plan = list(first_plan(stack, proposal, SIZE, SIZE * groups, PROMPTS).rows)
-        rollouts, tokens = self.generate(plan, rng)
-        now = stack.batch
+        rows, now = self.rows_of(plan, rng), stack.batch
+        account = Rounds(stack, plan, SIZE, SIZE * groups, PROMPTS)
+        while more := account.more(
+            torch.tensor([p.group for p, _ in rows]), torch.tensor([sum(r["rewards"]) for _, r in rows]).double()
+        ):
+            rows += self.rows_of(list(more), rng)
+        plan = account.rows
+        rollouts, tokens = self.as_rollouts(rows, now)
         one_step(stack, rollouts, tokens, budget=max(len(rollouts), SIZE * groups))
         assert stack.batch == now + 1
         return plan, rollouts, combine([stack.metrics.take()])
 
-    def generate(self, plan: list[PlanRow], rng: np.random.Generator) -> tuple[Rollouts, Tokens]:
+    def rows_of(self, plan: list[PlanRow], rng: np.random.Generator) -> list[Any]:
         now, rows = self.stack.batch, []
         for p in plan:
-            n = p.n if p.given or not self.sizes else int(rng.integers(1, p.n + 1))
+            n = p.n + p.spare if p.given or not self.sizes else int(rng.integers(1, p.n + 1))
             if not p.given:
                 self.made.append({"prompt": p.prompt_index, "batch": now, "rows": []})
             for i in range(n):
@@ -80,7 +87,7 @@ class Host:
                     }
                     self.made[-1]["rows"].append(row)
                 rows.append((p, row))
-        return self.as_rollouts(rows, now)
+        return rows
 
     def as_rollouts(self, rows: list[Any], now: int) -> tuple[Rollouts, Tokens]:
         rollouts = make_rollouts(
@@ -202,6 +209,30 @@ def test_half_of_the_batch_is_replayed_and_its_age_is_told() -> None:
         assert logged["rollout_replay/staleness"] == pytest.approx(float(age.mean())) and float(age.mean()) >= 1
         assert logged["rollout_replay/oldest"] == float(age.max())
         assert [len(p.given) for p in plan] == [0, 0, SIZE, SIZE]
+
+
+def test_stored_groups_take_the_places_of_groups_without_signal() -> None:
+    """As many as there are; then groups of equal rewards stay, the last ones, and the batch is full."""
+    host, taken, stayed = Host(replay(replaces="no_signal", buffer_groups=1), groups=6), 0, 0
+    kept: list[Any] = []
+    method = host.stack.methods[0]
+    method.observe, observe = lambda r, *more: (kept.append(r.kept), observe(r, *more)), method.observe
+    for number in range(20):
+        waiting = stored(host.stack)
+        plan, rollouts, logged = host.batch()
+        fresh = [p for p in plan if not p.given]
+        assert len(fresh) == host.groups and all(p.n == (0 if number >= 2 and waiting else SIZE) for p in fresh)
+        reward = {g: rollouts.reward[rollouts.group == g].tolist() for g in rollouts.groups.ids.tolist()}
+        equal = [p.group for p in fresh if len(set(reward[p.group])) == 1]
+        replayed = [p for p in plan if p.given]
+        assert len(replayed) == (min(len(equal), len(waiting)) if number >= 2 else 0)
+        assert all({c.tokens for c in p.given} in [{r["tokens"] for r in g["rows"]} for g in waiting] for p in replayed)
+        gone = set(equal[: len(replayed)])
+        assert kept[-1].tolist() == [g not in gone for g in rollouts.group.tolist()]
+        assert int(kept[-1].sum()) == SIZE * host.groups
+        assert logged["rollout_replay/replayed"] == pytest.approx(len(replayed) / host.groups)
+        taken, stayed = taken + len(replayed), stayed + (number >= 2 and len(equal) > len(replayed))
+    assert taken > 3 and stayed, "both happened"
 
 
 def test_a_fresh_share_of_one_is_the_hosts_own_batch() -> None:
@@ -343,7 +374,7 @@ def publications(method: RolloutReplay, ahead: int, per: int, batches: int) -> l
                 proposal = np.random.default_rng([batch, step, part]).permutation(PROMPTS)[:8].tolist()
                 waiting.append(list(first_plan(host.stack, proposal, SIZE, 8 * SIZE, PROMPTS).rows))
         plan = waiting.pop(0)
-        rollouts, tokens = host.generate(plan, np.random.default_rng(batch))
+        rollouts, tokens = host.as_rollouts(host.rows_of(plan, np.random.default_rng(batch)), host.stack.batch)
         fresh = torch.tensor([not p.given for p in plan]).repeat_interleave(SIZE)
         version = torch.where(fresh, torch.tensor(max(0, now - ahead)), rollouts.version)
         versions = torch.where(fresh[tokens.row], version[tokens.row], tokens.version)

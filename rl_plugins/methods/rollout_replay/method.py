@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rl_plugins import Groups, Idle, Method, MethodParams, from_params, param, signals
 from rl_plugins.core.params import below
-from rl_plugins.core.rollouts import Plan, Rollouts, Run, Tokens
+from rl_plugins.core.rollouts import Plan, PlanRow, Rollouts, Run, Tokens, weighted_reward
 from rl_plugins.kit.start_checks import refuse_no_group
 from rl_plugins.methods.rollout_replay.buffer import Buffer
 from rl_plugins.methods.rollout_replay.groups import NEEDS, Sampled, check_prompts, drawn, pace, planned
 
-REPLAYS = {"fresh_share": below(1)}
+REPLAYS = ({"fresh_share": below(1)}, {"replaces": "no_signal"})
 
 
 class RolloutReplay(Method):
@@ -31,6 +32,9 @@ class RolloutReplay(Method):
         the older group of the same prompt leaves the buffer
         it enters the buffer if it is whole and the rewards of its rollouts differ
         of more than `buffer_groups` groups the oldest leave
+
+    With `replaces: no_signal` all prompts of the batch are generated, and stored groups take the places of those whose
+    rewards turn out equal (max r = min r), the first of them first, as far as there are stored ones.
 
     A replayed group brings its tokens, the log-probs of the policy that made them, their versions and its rewards. It
     is not scored again; its advantages are computed with those of the batch. The loss must correct for the older
@@ -61,35 +65,54 @@ class RolloutReplay(Method):
     name = "rollout_replay"
     fidelity = "paper"
     does = "Generates part of each batch and replays stored groups of earlier batches for the rest"
-    problems = ("long_tail", "few_prompts")
-    needs = from_params(lambda p: set(NEEDS) if p.fresh_share < 1 else set())
-    brings = from_params(lambda p: signals(off_policy=p.fresh_share < 1))
+    problems = ("long_tail", "few_prompts", "no_signal")
+    needs = from_params(lambda p: set(NEEDS) if p.replays else set())
+    brings = from_params(lambda p: signals(off_policy=p.replays))
+    rounds = from_params(lambda p: p.replaces == "no_signal")
     idle = (Idle({"replayed": 0}, "no stored group was replayed. Look at `stored`, `unstorable`, `max_staleness`."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        fresh_share: float = param(0.5, "sigma, share of a batch's rows that is generated; 1: no replay", gt=0, le=1)
+        replaces: Literal["share", "no_signal"] = param(
+            "share", "what gives way: a share of the prompts, or generated groups of equal rewards"
+        )
+        fresh_share: float = param(
+            0.5,
+            "sigma, share of a batch's rows that is generated; 1: no replay",
+            gt=0,
+            le=1,
+            only_if={"replaces": "share"},
+        )
         buffer_groups: int = param(512, "most groups in the buffer; the oldest leave", ge=1, only_if=REPLAYS)
         max_staleness: int | None = param(
             None, "largest age of a group in its batch, in weights", ge=1, only_if=REPLAYS
         )
         start_batch: int = param(2, "first batch with replay, from 0", ge=1, only_if=REPLAYS)
 
+        @property
+        def replays(self) -> bool:
+            return self.replaces == "no_signal" or self.fresh_share < 1
+
     _group_size = 0
 
     def check(self, run: Run) -> None:
         fresh = self.params.fresh_share
-        refuse_no_group(run, f"`fresh_share` is {fresh:g}", 1 - fresh, "replayed")
+        if not self.rounds:
+            refuse_no_group(run, f"`fresh_share` is {fresh:g}", 1 - fresh, "replayed")
 
     def start(self, run: Run) -> None:
         self._group_size = run.group_size
 
     def plan(self, plan: Plan) -> Plan | None:
         p = self.params
-        if p.fresh_share == 1 or plan.batch < p.start_batch or "groups" not in self.state or not plan.first:
+        if not p.replays or plan.batch < p.start_batch or "groups" not in self.state:
+            return None
+        stored = Buffer.of_state(self.state["groups"])
+        if self.rounds:
+            return self._in_rounds(plan, stored)
+        if not plan.first:
             return None
         total = plan.trained or plan.budget
-        stored = Buffer.of_state(self.state["groups"])
         chosen = self._drawn(stored, plan.group_size, int((1 - p.fresh_share) * total + 1e-6))
         rows, room = list(plan.rows), total - int(stored.rollouts[chosen].sum())
         numbers = []  # of groups that are replaced
@@ -97,19 +120,40 @@ class RolloutReplay(Method):
             numbers.append(rows.pop(max(i for i, row in enumerate(rows) if row.n > 0)).group)
         free = max([row.group for row in plan.rows], default=-1) + 1
         numbers = [*reversed(numbers), *range(free, free + len(chosen))]
-        for i, number in zip(chosen, numbers, strict=False):
-            row = planned(stored, i, number, self.state["names"])
-            rows.append(row.marked(self.name, (int(stored.question[i]), self._next())))
+        rows += [self._row(stored, i, number) for i, number in zip(chosen, numbers, strict=False)]
         return plan.replace(rows=tuple(rows))
 
+    def _in_rounds(self, plan: Plan, stored: Buffer) -> Plan | None:
+        """Round 0 is spare, so that its groups can leave; round 1 has a stored group for each that will."""
+        size = plan.group_size
+        if plan.round == 0:
+            return plan.replace(rows=tuple(row.replace(n=0, spare=row.n + row.spare) for row in plan.rows))
+        if plan.round > 1:
+            return None
+        equal = sum(
+            len(g.rewards) == size and len(set(g.rewards[~g.rewards.isnan()].tolist())) < 2 for g in plan.so_far
+        )
+        free = 1 + max(row.group for row in (*(g.row for g in plan.so_far), *plan.rows))
+        rows = (self._row(stored, i, free + k) for k, i in enumerate(self._drawn(stored, size, size * equal)))
+        return plan.replace(rows=(*plan.rows, *rows))
+
+    def _row(self, stored: Buffer, i: int, number: int) -> PlanRow:
+        row = planned(stored, i, number, self.state["names"])
+        return row.marked(self.name, (int(stored.question[i]), self._next()))
+
     def select(self, rollouts: Rollouts) -> Tensor:
-        """Keeps everything, if the prompts of replayed groups are those their rollouts answered."""
+        """Takes out groups whose places are taken. The prompts of replayed ones must be those their rollouts answered."""
         check_prompts(rollouts, self.name)
-        return torch.ones(len(rollouts), dtype=torch.bool)
+        if not self.rounds:
+            return torch.ones(len(rollouts), dtype=torch.bool)
+        groups, reward = rollouts.groups, weighted_reward(rollouts.rewards, rollouts.reward_weights)
+        replayed = groups.max(rollouts.has_mark(self.name).double()) > 0
+        equal = (groups.size == self._group_size) & ~(groups.max(reward) > groups.min(reward)) & ~replayed
+        return ~groups.rows(equal & (torch.cumsum(equal, 0) <= replayed.sum()))
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         p = self.params
-        if p.fresh_share == 1:
+        if not p.replays:
             return
         now, replayed = rollouts.current_version, rollouts.has_mark(self.name) & rollouts.kept
         if bool(rollouts.kept.any()):
