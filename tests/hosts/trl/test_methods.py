@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -20,6 +21,17 @@ pytestmark = pytest.mark.host
 def right(completion_ids: Any = None, **kwargs: Any) -> list[float]:
     """Right or wrong, from the token ids alone."""
     return [float(sum(c) % 3 == 0) for c in completion_ids]
+
+
+def stepwise(completions: Any = None, **kwargs: Any) -> list[Any]:
+    """A reward per step, steps being parted by a 1; of some steps, and of every fourth completion, there is none."""
+    pieces = [c[0]["content"].split("1") for c in completions]
+    lists = [[None if len(piece) % 4 == 3 else len(piece) % 3 / 2 for piece in p] for p in pieces]
+    return [None if i % 4 == 3 else own for i, own in enumerate(lists)]
+
+
+async def outcome(completions: Any = None, **kwargs: Any) -> list[float]:
+    return [float(len(c[0]["content"]) % 2) for c in completions]
 
 
 def judge(prompt: Any, a: str, b: str) -> tuple[float, float]:
@@ -40,6 +52,15 @@ CASES: dict[str, dict[str, Any]] = {
             "overlong": {"buffer": 6, "penalty": 0.5},
             "variance_filter": {"share": 0.7},
         }
+    },
+    "process_supervision": {
+        "reward": [stepwise, outcome],
+        "reward_weights": [1.0, 0.5],
+        "method_params": {"process_supervision": {"separator": "1"}},
+    },
+    "dynamic_sampling+process_supervision": {
+        "reward": [stepwise, outcome],
+        "method_params": {"process_supervision": {"separator": "1"}},
     },
     "max_rl+clip_cov": {"reward": right, "method_params": {"clip_cov": {"ratio": 0.1, "low": 0.1}}},
 }
@@ -116,6 +137,43 @@ def test_what_they_change(steps: dict[str, list[Any]]) -> None:
     zeroed = cov.advantages != expected
     assert cov.estimator == "max_rl" and int(zeroed.sum()) == int(0.1 * len(expected))
     assert not bool(cov.advantages[zeroed].any())
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"), [("process_supervision", 0.5), ("dynamic_sampling+process_supervision", 1.0)]
+)
+def test_rewards_per_step(steps: dict[str, list[Any]], name: str, weight: float) -> None:
+    """A plain loop over the texts; the second function gives a number, which counts for the last step."""
+    d, _, (*_, trainer) = steps[name]
+    r, tokenizer = d.rollouts, trainer.processing_class
+    lists = []
+    for ids, (own, last) in zip(r.token_ids.completion, r.rewards.tolist(), strict=True):
+        pieces = tokenizer.decode(ids, skip_special_tokens=True).split("1")
+        found = [math.nan if len(p) % 4 == 3 else len(p) % 3 / 2 for p in pieces]
+        assert math.isnan(own) or own == pytest.approx(math.fsum(x for x in found if x == x))
+        if math.isnan(own) and any(x == x for x in found):
+            found = [math.nan]
+        found[-1] = (0.0 if math.isnan(found[-1]) else found[-1]) + weight * last
+        lists.append(found)
+    assert [x.tolist() for x in r.step_rewards] == [pytest.approx(x, nan_ok=True) for x in lists]
+    advantages = iter(torch.split(d.advantages, r.length.tolist()))
+    kept, several = [i for i in range(len(r)) if bool(r.kept[i])], 0
+    for i, ids in enumerate(r.token_ids.completion):
+        inside = [x for j in kept if r.group[j] == r.group[i] for x in lists[j] if x == x]
+        mean = sum(inside) / max(1, len(inside))
+        std = math.sqrt(sum((x - mean) ** 2 for x in inside) / (len(inside) - 1)) if len(inside) > 1 else 0.0
+        z = [(x - mean) / (std + 1e-4) if x == x else 0.0 for x in lists[i]]
+        ones = [t == "1" for t in tokenizer.convert_ids_to_tokens(ids.tolist())]
+        expected = [sum(z[min(sum(ones[:t]), len(z) - 1) :]) for t in range(len(ids))]
+        if i in kept:
+            assert next(advantages).tolist() == pytest.approx(expected, abs=1e-5)
+            several += len(set(expected)) > 1
+        else:
+            next(advantages)
+    assert several > 8, "tokens of a rollout have different advantages"
+    assert d.estimator == "process_supervision"
+    table = trainer._logs["extra"]["step_rewards/stepwise"]
+    assert any(isinstance(own, list) and len(own) > 1 for own in table), "the lists are in the table of completions"
 
 
 def test_fapo_takes_a_part_of_the_reward_of_flawed_right_rollouts(tmp_path: Any, monkeypatch: Any) -> None:

@@ -22,16 +22,19 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Shape
+from rl_plugins.methods.process_supervision import ProcessSupervision
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.costs import Costs
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.state import load_state
+from rl_plugins.testing import make_run, start_stack
+from rl_plugins.testing.engine import CharChat
 from rl_plugins.verl import batch as module
 from rl_plugins.verl.batch import Decided, Decisions, Selected, clean_padding, logprob_multiple, whole_group_order
 from rl_plugins.verl.capabilities import Known, Reader
 from rl_plugins.verl.config import Settings, compose
-from rl_plugins.verl.prompts import COLUMN, MADE, PLANNED_AGENT, PROMPT_INDEX, PromptBatches, number_rows
+from rl_plugins.verl.prompts import COLUMN, MADE, PLANNED_AGENT, PROMPT_INDEX, STEPS, PromptBatches, number_rows
 from rl_plugins.verl.rows import REAL, column_of, flat
 from rl_plugins.verl.saved import saved_costs
 from rl_plugins.verl.trainer import MethodsSync
@@ -297,6 +300,21 @@ def test_tokens_a_tool_wrote_are_no_tokens(queue: MemoryQueue) -> None:
     assert kept["response_mask"].tolist() == [1, 1, 0, 0, 1], "position 2 was no token; 0, 1, 4 stay"
     assert queue.rows["a_1_0"]["response_mask"].tolist() == [1, 1, 0]
     assert len(done.batch) == 2
+
+
+def test_rewards_per_step_become_advantages_of_tokens(queue: MemoryQueue) -> None:
+    """Token 3 ends a step. R = {1, 0, 0, 1}, z = +-sqrt(3)/2; a row without a list has one step."""
+    rows = {f"a_{i}_0": row(i // 2, 1.0) for i in range(4)}
+    for key, steps in zip(rows, [[1.0, 0.0], [0.0, 1.0], None, [1.0]], strict=True):
+        rows[key] |= {"extra_fields": {STEPS: [steps]}, "prompts": torch.tensor([9])}
+    method = ProcessSupervision(ProcessSupervision.Params(separator=chr(3), eps=0.0))
+    selected, _, _ = run(queue, rows, stack=start_stack(method, run=make_run(chat=CharChat())))
+    z = 3**0.5 / 2
+    assert [x.tolist() for x in selected.generated.step_rewards] == [[1.0, 0.0], [0.0, 1.0], [1.0], [1.0]]
+    found = [queue.rows[key]["advantages"].tolist() for key in rows]
+    assert (
+        found[:2] == [pytest.approx([0.0, 0.0, -z]), pytest.approx([0.0, 0.0, z])] and found[2] == found[3] == [0.0] * 3
+    )
 
 
 def test_padding_rows_are_cleaned(queue: MemoryQueue) -> None:

@@ -17,7 +17,7 @@ from rl_plugins.lab.demo.policy import build_tokenizer
 from rl_plugins.verl import costs, scores
 from rl_plugins.verl.config import compose, read_settings
 from rl_plugins.verl.processes import program_errors
-from rl_plugins.verl.prompts import NUMBERS
+from rl_plugins.verl.prompts import NUMBERS, STEPS
 
 pytestmark = pytest.mark.host
 
@@ -25,6 +25,12 @@ pytestmark = pytest.mark.host
 def odd(prompt: str, answer: str, completion: str) -> str:
     """A judge."""
     return f"\\boxed{{{0 if completion.startswith('odd') else -1}}}"
+
+
+def of_steps(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> Any:
+    """A reward per step, or in a dict by the name of the reward."""
+    steps = [None if x == "-" else float(x) for x in solution_str.split("|")]
+    return {"score": 0.0, "process": steps, "format": 1.0} if ground_truth == "named" else steps
 
 
 def managed(function: str, replies: list[str], truth: list[Any], info: list[dict[str, Any]], *more: str) -> list[Any]:
@@ -92,8 +98,9 @@ class Worker:
     async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
         if isinstance(self.answer, Exception):
             raise self.answer
-        outputs[-1].reward_score = self.answer
-        outputs[-1].extra_fields["reward_extra_info"] = {"acc": self.answer}
+        given = self.answer if isinstance(self.answer, dict) else {"reward_score": self.answer}
+        outputs[-1].reward_score = given["reward_score"]
+        outputs[-1].extra_fields["reward_extra_info"] = given.get("reward_extra_info", {"acc": self.answer})
 
 
 def output_of(*mask: int) -> Any:
@@ -137,6 +144,27 @@ def test_a_worker_notes_what_the_driver_would_read_tokens_for(answer: float | No
     asyncio.run(worker._compute_score(rows, kwargs={}))
     noted = [row.extra_fields[NUMBERS] for row in rows]
     assert noted == [(3, 2, 7, answer), (0, 0, None, answer), (1, 1, 5, answer)]
+
+
+def test_rewards_per_step_become_sums() -> None:
+    """verl's own manager hands lists on; the worker notes them in all rows of a loop, and gives verl the sums."""
+    path = f"reward.custom_reward_function.path={__file__}"
+    answers = managed("of_steps", ["1|0.5|-", "2", "-", "0.25|1"], ["", "", "", "named"], [{}] * 4, path)
+
+    async def loop(answer: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+        costs._loop.set(costs.LoopUnderWay())
+        worker, (first, last) = Worker(answer), (output_of(1), output_of(1, 1))
+        scores.install(worker, "stop", names)
+        await worker._compute_score([first, last], kwargs={})
+        assert first.extra_fields[STEPS] is last.extra_fields[STEPS]
+        return last.reward_score, last.extra_fields["reward_extra_info"], last.extra_fields[STEPS]
+
+    one, number, none, named = (
+        asyncio.run(loop(answer, ("process", "format") if i == 3 else ("score",))) for i, answer in enumerate(answers)
+    )
+    assert one == (1.5, {"acc": 1.5}, [pytest.approx([1.0, 0.5, math.nan], nan_ok=True)])
+    assert number == (2.0, {"acc": 2.0}, [[2.0]]) and math.isnan(none[0]) and none[1] == {"acc": None}
+    assert named == (0.0, {"score": 0.0, "process": 1.25, "format": 1.0}, [[0.25, 1.0], None])
 
 
 def test_the_option_is_one_of_two() -> None:
