@@ -194,6 +194,13 @@ def test_filters_by_clicking(page: str, browser: Browser) -> None:
 
 
 @pytest.mark.browser
+def test_no_chart_is_drawn_twice(page: str, browser: Browser) -> None:
+    browser.open(page)
+    titles = browser.run("[...document.querySelectorAll('.chart')].map(c => c.getAttribute('aria-label'))")
+    assert "one/value" in titles and len(set(titles)) == len(titles)
+
+
+@pytest.mark.browser
 def test_filters_of_the_whole_run(page: str, browser: Browser) -> None:
     browser.open(f"{page}#show=changed")
     found = browser.run("[...document.querySelectorAll('h2')].find(h => h.innerText.startsWith('Groups of')).innerText")
