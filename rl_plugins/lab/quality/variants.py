@@ -179,6 +179,7 @@ TRAINING: Mapping[str, list[QualityVariant]] = {  # of many steps
     ],
     "curriculum": [
         QualityVariant(BASELINE),
+        QualityVariant("grpo, twice the prompts", times=2),
         _one("vade"),
         _one("difficulty_slices"),
         _one("linear_ts", column="domain", draws=4),
