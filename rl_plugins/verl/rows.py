@@ -19,7 +19,7 @@ from rl_plugins.core.requests import ORIGIN, Turn
 from rl_plugins.core.rollouts import Jagged, Rollouts, TokenIds, Tokens, weighted_reward
 from rl_plugins.runtime.preflight import no_row_has
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.runtime.step_rewards import combined
+from rl_plugins.runtime.step_rewards import combined, total
 from rl_plugins.runtime.turn_table import spans
 from rl_plugins.verl.capabilities import NESTED_COLUMNS
 from rl_plugins.verl.host import Batch, Columns, Tokenizer
@@ -403,6 +403,7 @@ def components(extra: Sequence[Any], rewards: Mapping[str, float]) -> Tensor:
     nothing = float("nan")
 
     def number(value: Any) -> float:
+        value = total(value)  # a list is one of rewards per step
         return nothing if value is None else float(value)
 
     return torch.tensor([[number(info.get(k)) for k in rewards] for info in infos], dtype=torch.float64)
