@@ -44,7 +44,7 @@ def laptop(tmp_path_factory):
         ["compare", "run.yaml", "mc_grpo", "--seeds", "1", "--out", "file/out"],
         ["demo", "--seeds", "1", "--out", "file/out"],
         ["bench", "vade", "--seeds", "1", "--out", "file/out"],
-        ["export", "mc_grpo", "--host", "trl", "--into", "file/out"],
+        ["export", "vade", "--host", "trl", "--into", "file/out"],
         ["fuse", "laptop/policy", "laptop/policy", "--out", "file/out"],
         ["inspect", "file"],
         ["new", "my_method", "--into", "file/out"],

@@ -16,15 +16,11 @@ NEXT = {
         "Write into a checkout of https://github.com/huggingface/trl, then there: `make precommit`, "
         "`pytest {tests}`, and a pull request that names the paper."
     ),
-    "verl": (
-        "Write into a checkout of https://github.com/verl-project/verl-recipe, then there: `pre-commit run`, "
-        "`pytest {tests}`, and a pull request."
-    ),
 }
 
 
 def export(
-    method: Annotated[str, typer.Argument(help="Method, e.g. mc_grpo.")],
+    method: Annotated[str, typer.Argument(help="Method, e.g. vade.")],
     host: Annotated[HostName, typer.Option(help="Host that gets the contribution.")],
     into: Annotated[Path, typer.Option(help="Checkout of the host's repository, or an empty folder.")],
     force: Force = False,
@@ -34,11 +30,7 @@ def export(
 
     \b
     TRL: an experimental trainer with tests, docs page and paper-index entry:
-      rl-plugins export mc_grpo --host trl --into ~/trl
-
-    \b
-    verl: a folder of verl-recipe with code, script, tests and README:
-      rl-plugins export aepo_clip --host verl --into ~/verl-recipe
+      rl-plugins export vade --host trl --into ~/trl
     """
     from rl_plugins.commands.export.contribution import plan
 

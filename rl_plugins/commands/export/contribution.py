@@ -2,8 +2,8 @@
 
 Each export is a folder of templates, `templates/<host>/<method>/`: files that end in `.in` are written at the
 same place below the target, with `@@name@@` replaced; `insertions.json` says what existing files of the host's
-repository get. A template is written once by hand, in the host's style. A test holds it to the method: same numbers on
-the authors' vectors and on random input, and a run on the released host.
+repository get. A template is written once by hand, in the host's style, of a method that helped and that the released
+host has a place for. A test holds it to the method: same numbers on random input, and a run on the released host.
 """
 
 from __future__ import annotations
@@ -13,18 +13,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from rl_plugins.cards.results import measured_of
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Method
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.card_file import card_file
 
 FOLDER = Path(__file__).parent / "templates"
-EVIDENCE = "https://github.com/rl-plugins/rl-plugins/blob/main/docs/evidence.md"
-LINE = 119  # columns of TRL; verl has 120
-VERL = "0.9.1"  # the release the recipes were run on
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,9 @@ def plan(method: str, host: str, into: Path) -> list[Written]:
             f"one by one ({have}). "
             f"CONTRIBUTING.md says how to add one."
         )
-    values = _values(cls, source)
+    paper = card_file(cls).paper
+    assert paper is not None
+    values = {"title": paper.title, "arxiv": paper.arxiv}
     files = []
     for template in sorted(source.rglob("*.in")):
         path = template.relative_to(source).with_suffix("")
@@ -73,42 +70,6 @@ def plan(method: str, host: str, into: Path) -> list[Written]:
     for insertion in json.loads((source / "insertions.json").read_text(encoding="utf-8")):
         files.append(_inserted(insertion, source, into, values))
     return files
-
-
-def _values(cls: type[Method], source: Path) -> dict[str, str]:
-    paper, vectors = card_file(cls).paper, json.loads((source / "vectors.json").read_text(encoding="utf-8"))
-    assert paper is not None
-    return {
-        "title": paper.title,
-        "arxiv": paper.arxiv,
-        "url": paper.url,
-        "code": paper.code or "",
-        "commit": vectors["commit"],
-        "vectors": _literal(vectors["cases"], len("AUTHORS_VECTORS = ")),
-        "bibtex": paper.bibtex(cls.name),
-        "measured": _measured(cls.name),
-        "verl": VERL,
-    }
-
-
-def _literal(value: Any, before: int, indent: str = "") -> str:
-    """A list or mapping as `ruff format` leaves it: in one line if it fits behind `before` characters."""
-    flat = repr(value).replace("'", '"')
-    if before + len(flat) + 1 <= LINE or not isinstance(value, (list, dict)):
-        return flat
-    named = [(f'"{k}": ', v) for k, v in value.items()] if isinstance(value, dict) else [("", v) for v in value]
-    inner = indent + "    "
-    lines = [f"{inner}{name}{_literal(part, len(inner + name), inner)},\n" for name, part in named]
-    first, last = "{}" if isinstance(value, dict) else "[]"
-    return f"{first}\n{''.join(lines)}{indent}{last}"
-
-
-def _measured(name: str) -> str:
-    found = measured_of(name)
-    if not found:
-        return "No training run was measured."
-    lines = [f"- {m.line}." for m in found]
-    return "\n".join([f"Measured with small policies on a CPU ([how]({EVIDENCE})):", "", *lines])
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
