@@ -101,11 +101,27 @@ def test_every_link_leads_somewhere_and_every_page_is_led_to(site: Path, read: d
 
 
 def test_each_document_has_a_page(site: Path):
-    for file in set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs" / "README.md"}:
+    for file in set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs" / f for f in ("README.md", "site/landing.md")}:
         page = str(file.relative_to(ROOT / "docs").with_suffix(".html")).replace("README", "index")
         assert (site / page).exists(), file
-    for name in ("index", "contributing", "changelog", "examples", "benchmarks", "patches/index"):
+    for name in ("index", "readme", "contributing", "changelog", "examples", "benchmarks", "patches/index"):
         assert (site / f"{name}.html").exists(), name
+
+
+def test_what_a_reader_is_shown_first(read: dict[Path, Page], site: Path):
+    """The landing page has the picture and leads to hosts, guides, methods and questions; the bench's page of a method
+    is below the method; no page speaks to who writes it."""
+    landing = (site / "index.html").read_text(encoding="utf-8")
+    main, sidebar = landing.split('id="furo-main-content"')[1], landing.split('id="furo-main-content"')[0]
+    assert "<svg" in main
+    for page in ("trl", "verl", "guides/index", "methods", "faq", "readme"):
+        assert f'href="{page}.html"' in main and f'href="{page}.html"' in sidebar, page
+    assert sidebar.count("toctree-l1") < 80
+    for bench in site.glob("bench/*.html"):
+        nested = re.search(rf'<li class="toctree-l(\d)"><a [^>]*href="bench/{bench.name}"', sidebar)
+        assert nested and nested[1] == "3", bench
+        assert f"methods/{bench.stem}.html" in sidebar
+    assert not [file for file, page in read.items() if "do not edit" in page.text]
 
 
 def test_pages_and_parts_that_only_the_site_has(read: dict[Path, Page], site: Path):

@@ -1,9 +1,8 @@
-"""The pages of the site: the Markdown of the repository under other names, pages made from the code (the reference,
-the papers, the map of the modules, results of the bench), and one page per method.
+"""The pages of the site: `landing.md` beside this file, the Markdown of the repository under other names, pages made
+from the code (the reference, the papers, the map of the modules, results of the bench), and one page per method.
 
-Nothing is written by hand here. A link of a page is turned to where its target is on the site: another page, the page
-of a method for `methods.md#name`, a generated page for an anchor of `docs/README.md`, or a page that shows the file.
-What cannot be found is an error.
+A link of a page is turned to where its target is on the site: another page, the page of a method for `methods.md#name`,
+a generated page for an anchor of `docs/README.md`, or a page that shows the file. What cannot be found is an error.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ EVIDENCE = ROOT / "examples" / "evidence"
 
 # Navigation: heading -> pages in this order. A page of docs/ that is named nowhere is added to the last but one.
 NAVIGATION = {
-    "Start": ["choose", "faq", "probe", "compare", "real", "examples"],
+    "Start": ["readme", "choose", "faq", "probe", "compare", "real", "examples"],
     "Hosts": ["trl", "verl", "verl_cpu", "diffusion", "masked_diffusion"],
     "Guides": ["guides/index", "guides/rewards", "guides/environment", "guides/methods", "guides/rollout", "guides/*"],
     "Methods": ["methods", "papers", "open_questions"],
@@ -46,6 +45,7 @@ NAVIGATION = {
     "Project": ["patches/index", "contributing", "changelog"],
 }
 REST = "In depth"
+LANDING = "docs/site/landing.md"
 # The page docs/README.md says in git what only the site has: its sections -> pages of the site.
 CONTENTS = "docs/README.md"
 SECTIONS = {
@@ -177,14 +177,15 @@ class Site:
                 chosen[title] += fitting
                 left = [page for page in left if page not in fitting]
         chosen[REST] += left
-        chosen["Start"].insert(0, "Overview <self>")
+        chosen["Start"][0] = "Install and first runs <readme>"
         for title, pages in chosen.items():
             if pages:
                 yield _toctree(title, pages)
 
 
 def _pages(made: Iterable[str]) -> Iterator[tuple[str, str]]:
-    yield "README.md", "index.md"
+    yield LANDING, "index.md"
+    yield "README.md", "readme.md"
     yield "CONTRIBUTING.md", "contributing.md"
     yield "CHANGELOG.md", "changelog.md"
     for folder in ("benchmarks", "examples"):
@@ -193,7 +194,7 @@ def _pages(made: Iterable[str]) -> Iterator[tuple[str, str]]:
         name = file.relative_to(ROOT).as_posix()
         yield name, name.replace("README.md", "index.md")
     for page in sorted({f.relative_to(ROOT).as_posix() for f in (ROOT / "docs").rglob("*.md")} | set(made)):
-        if page != CONTENTS:
+        if page not in (CONTENTS, LANDING):
             yield page, page.removeprefix("docs/").replace("README.md", "index.md")
 
 
