@@ -211,6 +211,7 @@ ABSENT: Mapping[str, str] = {
     **dict.fromkeys(("branch_pruning", "branch_rollout", "sol_rl_explore"), "acts in diffusion; no world has it yet"),
     **dict.fromkeys(("dart_pool", "dora_reuse", "rollout_replay"), _GIVEN),
     **dict.fromkeys(("best_perm", "fission_grpo", "ps_grpo", "rubric", "swarm_sapo", "xrpo_seeds"), _TEXT),
+    **dict.fromkeys(("opd", "opsd", "sdpo"), "learns from a teacher, which no world has"),
     "grpo_roc": "chooses among right rollouts by the quality of their text, which no world has",
     "training_free_grpo": "makes no gradient",
     "reward_audit": "withdraws rewards that an audit of several functions finds unsound; no world has such functions",

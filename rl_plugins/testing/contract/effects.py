@@ -84,7 +84,7 @@ class Trial(Kit):
     def class_attributes(self) -> Any:
         """What it asks of the run."""
         method = self.build()
-        names = ("needs", "brings", "host_options", "rows_per_rollout", "in_eval", "aggregation")
+        names = ("needs", "brings", "host_options", "rows_per_rollout", "in_eval", "aggregation", "teacher")
         return {name: getattr(method, name) for name in names}
 
     @cached_property
@@ -131,6 +131,13 @@ class Trial(Kit):
             stack = self.stack()
             seen[name] = {**decided(self.decide(stack, rollouts, tokens)), "metrics": dict(stack.stats)}
         return seen
+
+    @cached_property
+    def teacher_prompts(self) -> Any:
+        """What a teacher reads."""
+        if "teacher_prompts" not in self.cls.claims():
+            return None
+        return self.stack().one("teacher_prompts", self.rollouts([1.0, 0, 0, 1] * GROUPS))
 
     @cached_property
     def update(self) -> Any:
@@ -213,7 +220,7 @@ class Trial(Kit):
         return self.__dict__[name]
 
 
-PARTS = ("class_attributes", "services", "batches", "programs", "update", "queue", "kinds")  # the longest last
+PARTS = ("class_attributes", "services", "teacher_prompts", "batches", "programs", "update", "queue", "kinds")  # the longest last
 
 
 def changed(one: Trial, two: Trial, metrics: bool = True) -> str:
