@@ -220,7 +220,8 @@ class Trial(Kit):
         return self.__dict__[name]
 
 
-PARTS = ("class_attributes", "services", "teacher_prompts", "batches", "programs", "update", "queue", "kinds")  # the longest last
+# The longest last.
+PARTS = ("class_attributes", "services", "teacher_prompts", "batches", "programs", "update", "queue", "kinds")
 
 
 def changed(one: Trial, two: Trial, metrics: bool = True) -> str:
