@@ -1,7 +1,7 @@
 """The problems of a run, which a user sees first, before any name of a method; and what answers them beside methods.
 
-They are in `problems.toml`. `Method.problems` names keys of `PROBLEMS`; docs/choose.md and `rl-plugins suggest` are made
-from both.
+They are in `problems.toml`. `Method.problems` names keys of `PROBLEMS`; docs/choose.md and `rl-plugins suggest` are
+made from both.
 """
 
 from __future__ import annotations

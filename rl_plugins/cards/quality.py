@@ -57,10 +57,11 @@ def trained(told: Mapping[str, Any]) -> str:
     """What a run of many steps gave."""
     mean, low, high = told["reward"]
     said = f"after training a mean reward of {mean:.3f} ({low:.3f} to {high:.3f})"
-    if "difference" not in told:
-        return said
-    mean, low, high = told["difference"]
-    return f"{said}, {mean:+.3f} to GRPO ({low:+.3f} to {high:+.3f})"
+    for name, what in (("difference", "GRPO"), ("at_equal_rollouts", "GRPO with as many rollouts generated")):
+        if name in told:
+            mean, low, high = told[name]
+            said += f", {mean:+.3f} to {what} ({low:+.3f} to {high:+.3f})"
+    return said
 
 
 def sentence(sizes: Mapping[int, Any], base: Mapping[int, Any], targets: Sequence[str]) -> str:

@@ -49,8 +49,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     name = name.lower().replace("-", "_")
     names = list(known)
     near = sorted(n for n in names if n.startswith(f"{name}_"))[:3]
-    near = near or difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    near = near or nearest(name, names)[:3]
     return f" Did you mean {' or '.join(f'`{n}`' for n in near)}?" if near else ""
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """The known words that are like a word, the nearest first. Of words with as many letters in its order those come
+    first that have its letters in any order: `gpdo` is `gdpo` sooner than `hgpo`."""
+    found = []
+    matcher = difflib.SequenceMatcher(b=word)
+    for other in known:
+        matcher.set_seq1(other)
+        if matcher.quick_ratio() >= cutoff and matcher.ratio() >= cutoff:
+            found.append((-matcher.ratio(), -matcher.quick_ratio(), other))
+    return [other for _, _, other in sorted(found)]
 
 
 def printable(text: str) -> str:

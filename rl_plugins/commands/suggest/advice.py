@@ -15,7 +15,7 @@ from rl_plugins.commands.suggest.symptoms import Sign, not_told, signs_of
 from rl_plugins.core.errors import ConfigError
 
 NEAREST = 3  # hits of a sentence that are shown
-CLOSE = 0.5  # score of a problem, as a share of the best hit's, from which on its answers are shown, too
+CLOSE = 0.5  # score of a hit, as a share of the best one's, from which on it counts beside that
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ def from_text(text: str, asked: Asked) -> Advice:
     asked = replace(asked, host=asked.host or ("verl" if re.search(r"\bverl\b|main_ppo", text) else "trl"))
     keys = [h.name for h in hits[:NEAREST] if h.kind == "problem" and h.score >= CLOSE * hits[0].score]
     keys = keys or list(hits[0].problems[:1])
-    found = tuple(suggestion(key, (f"you say: {text}",), asked) for key in keys)
+    near = {h.name: h.score for h in hits if h.score >= CLOSE * hits[0].score}
+    found = tuple(suggestion(key, (f"you say: {text}",), asked, near=near) for key in keys)
     return Advice(asked.host or "trl", found, tuple(hits[:NEAREST]))
 
 
@@ -141,16 +142,20 @@ def from_questions(asked: Asked) -> Advice:
     return Advice(host, tuple(suggestion(key, (), asked) for key in dict.fromkeys(chosen)))
 
 
-def suggestion(key: str, evidence: tuple[str, ...], asked: Asked, turns: bool = True) -> Suggestion:
+def suggestion(
+    key: str, evidence: tuple[str, ...], asked: Asked, turns: bool = True, near: Mapping[str, float] | None = None
+) -> Suggestion:
     """What answers a problem.
 
     Args:
         turns: the run may have agents; else methods for them are left out.
+        near: name -> score of what is close to the sentence. Of equal promise, the nearer answer comes first.
     """
+    near = near or {}
     found = [c for c in answering(key, cards()) if asked.host in c.hosts and (turns or "agents" not in c.problems)]
     lacking = {c.name: needs_of_run(c).beyond(asked.run) for c in found} if asked.run is not None else {}
-    if lacking:
-        found.sort(key=lambda c: (c.promise, bool(lacking[c.name].values)))
+    found.sort(key=lambda c: (c.promise, c.name in lacking and bool(lacking[c.name].values), -near.get(c.name, 0)))
     helped = [card for card in found if card.promise == 0]
     of_host = [answer for answer in ANSWERS if key in answer.problems and asked.host in answer.use]
+    of_host.sort(key=lambda answer: -near.get(answer.name, 0))
     return Suggestion(key, evidence, (*helped, *of_host, *found[len(helped) :]), lacking)

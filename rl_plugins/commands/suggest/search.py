@@ -1,25 +1,25 @@
 """Which problems, methods, host options, commands and pages a sentence speaks of.
 
-Every name, every phrase that users have for a thing, and every sentence about it is a row of a table of SQLite in memory.
-Its full-text index (FTS5, words by their stem) ranks the rows by BM25, and a thing counts by its best rows.
+Every name, every phrase that users have for a thing, and every sentence about it is a row of a table of SQLite in
+memory. Its full-text index (FTS5, words by their stem) ranks the rows by BM25, and a thing counts by its best row.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Literal
 
 from rl_plugins.cards.catalog import Card, cards
 from rl_plugins.cards.problems import ANSWERS, HOSTS, PROBLEMS, Answer, Problem
+from rl_plugins.core.errors import nearest
 
 Kind = Literal["problem", "method", "option", "tool", "page", "elsewhere"]
 PHRASE, SENTENCE = 1.0, 0.5  # weights of a row that is a name or a phrase of users, and of one that is a sentence
-BEST = (1.0, 0.5, 0.25)  # weights of the best rows of a thing
 NO_MEANING = frozenset(
     """
     a about after also am an and any are as at be because been but by can could did do does doing don for from get
@@ -28,6 +28,9 @@ NO_MEANING = frozenset(
     use used using very want was we were what when where which while who why will with would you your
     """.split()  # noqa: SIM905
 )
+
+
+Thing = tuple[Kind, str, Problem | Card | Answer, list[tuple[float, str]]]
 
 
 @dataclass(frozen=True)
@@ -52,25 +55,25 @@ class Hit:
 
 def search(sentence: str, host: str | None) -> list[Hit]:
     """Everything of this host, or of both, that has a word of the sentence; the nearest first."""
-    things = list(_things({host} if host else set(HOSTS)))
-    rows = [(i, weight, text) for i, (_, _, _, texts) in enumerate(things) for weight, text in texts]
-    asked = _asked(sentence, [text for _, _, text in rows])
-    if not asked:
-        return []
+    table, things, known = _table((host,) if host else HOSTS)
+    asked = _asked(sentence, known)
+    best: dict[int, float] = {}
+    ranked = "select thing, -bm25(texts) * weight from texts where text match ?"
+    for i, score in table.execute(ranked, [asked]) if asked else ():
+        best[i] = max(score, best.get(i, 0.0))
+    return [Hit(*things[i][:2], best[i], things[i][2]) for i in sorted(best, key=lambda i: (-best[i], i))]
+
+
+@cache
+def _table(hosts: tuple[str, ...]) -> tuple[sqlite3.Connection, list[Thing], frozenset[str]]:
+    """The table, the things by their number in it, and all words of its texts."""
+    things = list(_things(set(hosts)))
+    rows = [(text, i, weight) for i, (_, _, _, texts) in enumerate(things) for weight, text in texts]
     table = sqlite3.connect(":memory:")
-    table.execute("create virtual table texts using fts5(text, tokenize='porter unicode61')")
-    table.executemany("insert into texts values (?)", [(text,) for _, _, text in rows])
-    scores: dict[int, list[float]] = {}
-    for row, score in table.execute("select rowid, -bm25(texts) from texts where texts match ?", [asked]):
-        i, weight, _ = rows[row - 1]
-        scores.setdefault(i, []).append(weight * score)
-    total = {
-        i: sum(b * s for b, s in zip(BEST, sorted(found, reverse=True), strict=False)) for i, found in scores.items()
-    }
-    return [Hit(*things[i][:2], total[i], things[i][2]) for i in sorted(total, key=lambda i: -total[i])]
-
-
-Thing = tuple[Kind, str, Problem | Card | Answer, list[tuple[float, str]]]
+    columns = "text, thing unindexed, weight unindexed, tokenize='porter unicode61'"
+    table.execute(f"create virtual table texts using fts5({columns})")
+    table.executemany("insert into texts values (?, ?, ?)", rows)
+    return table, things, frozenset(word for text, _, _ in rows for word in _words(text))
 
 
 def _things(hosts: set[str]) -> Iterator[Thing]:
@@ -101,15 +104,14 @@ def _joined(name: str) -> str:
     return "".join(_words(name))
 
 
-def _asked(sentence: str, texts: Sequence[str]) -> str:
+def _asked(sentence: str, known: frozenset[str]) -> str:
     """The sentence as a query: any of its words, and any two that follow each other, as a phrase or as one name. A word
-    that no text has is taken for the nearest one that a text has."""
-    known = sorted({word for text in texts for word in _words(text)})
+    that is not known is taken for the nearest one that is."""
     words: list[str] = []
     for word in _words(sentence):
         if word not in NO_MEANING:
-            near = [] if len(word) < 4 or word in known else difflib.get_close_matches(word, known, 1, 0.85)
-            words.append(*near or [word])
+            near = [] if len(word) < 4 or word in known else nearest(word, known, 0.85)
+            words.append(*near[:1] or [word])
     pairs = [text for a, b in pairwise(words) for text in (f"{a} {b}", a + b)]
     return " OR ".join(f'"{phrase}"' for phrase in dict.fromkeys([*words, *pairs]))
 
