@@ -77,10 +77,11 @@ def standing_of(name: str, parts: tuple[str, ...]) -> Standing:
     elif against or len(less) == acts >= ENOUGH_WORLDS:
         word = "skip"
     steps = {"A step makes less progress in ": less, "A step makes no more progress than the host's own way in ": same}
-    counts = [f"{head.lower()}{len(of)} of {acts} worlds" for head, of in steps.items() if of]
+    counts = {"less progress in ": less, "no more than the host's own way in ": same}
+    bad = [*against, *(f"{head}{len(of)} of {acts} worlds" for head, of in counts.items() if of)]
     good = _sentences({"Helped: ": helped, "A step makes more progress than GRPO's in ": more})
     why = f"{good} {_sentences({'Against it: ': against, **steps})}".strip()
-    return Standing(word, why, bool(helped), good, "; ".join([*against, *counts]))
+    return Standing(word, why, bool(helped), good, "; ".join(bad))
 
 
 def _sentences(parts: Mapping[str, list[str]]) -> str:

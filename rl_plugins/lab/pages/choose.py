@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from rl_plugins.cards.catalog import FIDELITY, Card, answering, cards, plugins
 from rl_plugins.cards.pairs import Conflict, conflicts
-from rl_plugins.cards.problems import PROBLEMS, Problem
+from rl_plugins.cards.problems import ANSWERS, PROBLEMS, Answer, Problem
 from rl_plugins.cards.standing import WORDS
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Bundle
@@ -44,21 +44,47 @@ Figures behind "Measured" are those of [the evidence](evidence.md), small polici
 
 
 def index() -> str:
-    """The short page docs/choose.md: the methods of each problem. Installed plugins are not part of it."""
+    """The short page docs/choose.md: a screen for each problem. Installed plugins are not part of it."""
     found = cards(plugins())
     text = [_SHORT + "\n" + _contents()]
     for key, problem in PROBLEMS.items():
-        cards_ = answering(key, found)
+        by_word = {word: [c for c in answering(key, found) if c.standing.word == word] for word in WORDS}
         text += [f"## {problem.title}", problem.seen]
-        for word in WORDS:
-            of = [card for card in cards_ if card.standing.word == word]
-            links = [f"[`{card.name}`](methods.md#{card.name})" for card in of]
-            if of and word == "unknown":
-                text.append(f"**Unknown**: {', '.join(links)}.")
-            elif of:
-                told = [f"{link} {card.does}. {card.standing.why}" for link, card in zip(links, of, strict=True)]
-                text += [f"**{word.capitalize()}**", bullets(told)]
+        text += [
+            f"**{word.capitalize()}**\n\n" + bullets(map(_short, by_word[word])) for word in WORDS[:2] if by_word[word]
+        ]
+        others = [f"**Without a method**: {', '.join(map(_other, of))}." for of in [_others(key)] if of]
+        skipped = [f"{_link(card)} ({card.standing.bad.partition(';')[0]})" for card in by_word["skip"]]
+        text += others + [f"**Skip**: {'; '.join(skipped)}."] * bool(skipped)
+        text += [f"**Unknown**: {', '.join(map(_link, by_word['unknown']))}."] * bool(by_word["unknown"])
     return "\n\n".join(text) + "\n"
+
+
+def _short(card: Card) -> str:
+    """What it does and when, what speaks for and against it, and what it costs: a sentence each."""
+    told = [f"{_link(card)} {card.does}.", card.standing.good]
+    told += [f"Against it: {card.standing.bad}."] * bool(card.standing.bad)
+    if card.entry.kind == "method":
+        told += [f"If: {_first(card.use_when)}", f"Cost: {_first(card.cost)}"]
+    return " ".join(told)
+
+
+def _first(text: str) -> str:
+    """The first sentence."""
+    return text.partition(". ")[0].rstrip(".") + "."
+
+
+def _others(problem: str) -> list[Answer]:
+    return [answer for answer in ANSWERS if problem in answer.problems]
+
+
+def _other(answer: Answer) -> str:
+    lines = dict.fromkeys(f"`{line}`" for line in answer.use.values())
+    return f"{answer.does[0].lower()}{answer.does[1:]}: {' or '.join(lines)}"
+
+
+def _link(card: Card) -> str:
+    return f"[`{card.name}`](methods.md#{card.name})"
 
 
 def page() -> str:
