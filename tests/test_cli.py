@@ -14,6 +14,7 @@ import textwrap
 import tomllib
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -275,6 +276,8 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
     import trl
 
     from rl_plugins.trl import GRPOConfig, capabilities
+    from rl_plugins.trl.asynchronous import AsyncGRPOConfig
+    from rl_plugins.trl.asynchronous import capabilities as asynchronous
     from rl_plugins.trl.compat import Seams
     from rl_plugins.trl.masked import MaskedGRPOConfig
     from rl_plugins.trl.masked.capabilities import masked_capabilities
@@ -306,6 +309,13 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
         except ConfigError as e:
             problem = str(e)
         assert (not problem) == ("trl" in catalog.hosts_of(found)), (name, problem)
+        ahead = AsyncGRPOConfig(use_cpu=True, bf16=False, token_budget=0, max_completion_length=1024, **rows)
+        try:
+            asynchronous.check(stack, asynchronous.KnownAsync(ahead, data, ("correctness", "format"), False, None))
+            served = True
+        except ConfigError as e:
+            served, problem = False, str(e)
+        assert served == ("TRL's asynchronous trainer" in catalog.modes_of(found)), (name, problem)
     missing = capabilities.trl_capabilities(build_stack([]), capabilities.KnownRun(args, data, len(data))).missing_hooks
     assert set(catalog.HOSTS["trl"].hooks) == set(HOOKS) - set(missing)
 
@@ -804,6 +814,71 @@ def test_bf16_without_a_device_is_a_problem_here_and_a_note_for_another_machine(
     assert "this machine cannot train with bf16" in rl_plugins("doctor", "--config", config, status=1)
     text = rl_plugins("doctor", "--config", config, "--world-size", "8")
     assert "Notes\n  this machine cannot train with bf16" in text and "each of 8 processes" in text
+
+
+# ---- doctor of a script
+
+
+@pytest.fixture
+def script(run, tmp_path):
+    """Writes a script that trains with TRL, with words of its command line as options."""
+
+    def write(trainer: str = "rl_plugins.trl", rewards: int = 2, end: str = "trainer.train()", **options: Any) -> str:
+        values = yaml.safe_load(Path(run(**options)).read_text())
+        model, data = values.pop("model_name_or_path"), values.pop("dataset_name")
+        file = tmp_path / "mine.py"
+        file.write_text(f"""
+import sys
+from datasets import load_dataset
+from {trainer} import GRPOConfig, GRPOTrainer
+from rl_plugins.lab.demo.rewards import digits, format
+import beside  # of the script's folder
+
+values = { ({k: v for k, v in values.items() if k != "reward_funcs"})!r}
+values["max_steps"] = int(sys.argv[1])
+trainer = GRPOTrainer(model={model!r}, reward_funcs=[digits, format][:{rewards}], args=GRPOConfig(**values),
+                      train_dataset=load_dataset({data!r})["train"])
+{end}
+print("it went on")
+""")
+        (tmp_path / "beside.py").write_text("")
+        return str(file)
+
+    return write
+
+
+def test_doctor_shows_what_a_script_would_do(script):
+    before = list(sys.path), list(sys.argv)
+    text = rl_plugins("doctor", "--script", script(methods=["gdpo"], method_params=None), "--", "3")
+    assert "methods in effect" in text and re.search(r"^  gdpo +advantages", text, re.M) and "it went on" not in text
+    found = values(text)
+    assert (found["prompts"], found["rows trained"]) == ("4", "16 of 16")
+    assert found["whole run"] == "3 optimizer steps, 3 generation batches"
+    assert text.endswith("No problem found.\n") and before == (sys.path, sys.argv)
+    text = rl_plugins("doctor", "--script", script("trl", methods=None, method_params=None), "--", "3")
+    assert "the run is TRL's own" in text and "it went on" not in text
+
+
+def test_doctor_says_what_ends_a_script(script, tmp_path):
+    text = rl_plugins(
+        "doctor", "--script", script(methods=["gdpo"], method_params=None, rewards=1), "--", "3", status=1
+    )
+    assert "1 problem:" in text and "`gdpo` needs two or more reward functions" in text
+    text = rl_plugins("doctor", "--script", script(end=""), "--", "3", status=1)
+    assert "called no `train()`" in text and "it went on" in text
+    assert "is no file" in rl_plugins("doctor", "--script", str(tmp_path / "no.py"), status=1)
+    assert "The script has these" in rl_plugins("doctor", "--script", "a.py", "--methods", "vade", status=2)
+    with pytest.raises(IndexError):  # an error of the script keeps its traceback
+        CliRunner().invoke(app, ["doctor", "--script", script()], catch_exceptions=False)
+
+
+def test_a_config_of_a_script_has_no_problem_that_the_script_solves(run):
+    """Seen: no model, no reward, no dataset, and too few rewards for a method."""
+    options = dict(model_name_or_path=None, dataset_name=None, reward_funcs=None, methods=["gdpo"], method_params=None)
+    text = rl_plugins("doctor", "--config", run(**options))
+    assert "rl-plugins doctor --script mine.py" in text and values(text)["rows generated"] == "16"
+    text = rl_plugins("trl", "grpo", "--config", run(**options), "--dry-run", status=1)
+    assert "the run has no model" in text, "the command asks for it"
 
 
 # ---- trl grpo: arguments

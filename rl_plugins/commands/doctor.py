@@ -21,21 +21,28 @@ SHOWN = ("torch", "transformers", "trl", "peft", "verl", "vllm")
 def doctor(
     host: OfRun = HostName.trl,
     config: Annotated[Path | None, typer.Option(help="YAML config of a run of `trl grpo`.")] = None,
+    script: Annotated[Path | None, typer.Option(help="Script that trains with TRL; it is run up to `train()`.")] = None,
     methods: Annotated[list[str] | None, typer.Option(help="Names of the methods: a b, or a,b.")] = None,
     method_params: MethodParams = None,
     world_size: WorldSize = None,
     words: Annotated[  # also the rest of --methods a b
         list[str] | None,
-        typer.Argument(metavar="[-- OVERRIDES...]", help="Overrides of verl's command line, with --host verl."),
+        typer.Argument(
+            metavar="[-- WORDS...]", help="Overrides of verl's command line, with --host verl; arguments of the script."
+        ),
     ] = None,
 ) -> None:
     """Show versions, plugins, and what a run would do.
 
-    Nothing is started. The exit status is 1 if something cannot take effect, with a list of all problems.
+    Nothing is trained. The exit status is 1 if something cannot take effect, with a list of all problems.
 
     \b
     A run of TRL:
       rl-plugins doctor --config run.yaml --methods vade mc_grpo
+
+    \b
+    A script of TRL, by the trainer it makes:
+      rl-plugins doctor --script mine.py -- --learning_rate 1e-6
 
     \b
     A run of verl, by its overrides or by the whole command:
@@ -43,14 +50,21 @@ def doctor(
       rl-plugins doctor --host verl -- python -m verl.trainer.main_ppo data.train_batch_size=64 ...
     """
     if host == HostName.verl:
-        if config or methods or method_params or world_size:
+        if config or script or methods or method_params or world_size:
             raise ConfigError(
-                "--config, --methods, --method-params and --world-size are for TRL. Give a run of verl by its "
-                'overrides: rl-plugins doctor --host verl -- "+rl_plugins.methods=[vade]" trainer.nnodes=2 ...'
+                "--config, --script, --methods, --method-params and --world-size are for TRL. Give a run of verl by "
+                'its overrides: rl-plugins doctor --host verl -- "+rl_plugins.methods=[vade]" trainer.nnodes=2 ...'
             )
         from rl_plugins.verl import doctor as verl_doctor
 
         raise typer.Exit(verl_doctor.examine(words or [], print_found))
+    if script is not None:
+        if config or methods or method_params or world_size:
+            raise ConfigError(
+                "--script is given beside --config, --methods, --method-params or --world-size. The script has these; "
+                "remove them, or give what it takes: rl-plugins doctor --script mine.py -- ITS ARGUMENTS"
+            )
+        raise typer.Exit(examine_script(script, words or []))
     raise typer.Exit(examine(config, [*(methods or []), *(words or [])], method_params, world_size))
 
 
@@ -67,10 +81,23 @@ def examine(config: Path | None, methods: Sequence[str], method_params: str | No
         argv = ["--config", str(config)]
         argv += ["--methods", ",".join(methods)] if methods else []
         argv += ["--method_params", method_params] if method_params else []
-        problems += _print_run(argv, world_size, _masked(config, methods))
+        problems += _print_run(argv, world_size, _masked(config, methods), may_be_of_script=True)
     elif methods or method_params:
         problems += _print_methods(methods, method_params)
     return print_problems(problems, SHOWN)
+
+
+def examine_script(script: Path, words: Sequence[str]) -> int:
+    """Prints the state of the installation, and what the trainer of a script would do.
+
+    Returns:
+        1 if something would fail, else 0.
+    """
+    from rl_plugins.runtime.report import print_problems
+    from rl_plugins.trl.commands.doctor import print_script
+
+    problems = [*_print_installation()]
+    return print_problems([*problems, *print_script(script, words)], SHOWN)
 
 
 def dry_run(argv: Sequence[str], masked: bool = False) -> int:
@@ -84,10 +111,10 @@ def dry_run(argv: Sequence[str], masked: bool = False) -> int:
     return print_problems(_print_run(argv, None, masked), SHOWN)
 
 
-def _print_run(argv: Sequence[str], world_size: int | None, masked: bool) -> list[str]:
+def _print_run(argv: Sequence[str], world_size: int | None, masked: bool, may_be_of_script: bool = False) -> list[str]:
     from rl_plugins.trl.commands.doctor import print_run
 
-    return print_run(argv, world_size, masked)
+    return print_run(argv, world_size, masked, may_be_of_script)
 
 
 def _masked(config: Path, methods: Sequence[str]) -> bool:

@@ -37,6 +37,13 @@ CHANGES = (
         "commands/script.run",
     ),
     Change(
+        "`transformers.Trainer.train`: stops, while the doctor runs a script",
+        "a script makes its trainer where nobody else sees it",
+        "`rl-plugins doctor --script`",
+        "none",
+        "commands/doctor.print_script",
+    ),
+    Change(
         "the base model under a prompt-learning adapter of PEFT: a hook before its forward pass gives it positions",
         "PEFT gives none, and the log-probs of a padded row depend on the other rows of its batch",
         "any method, or the options above",

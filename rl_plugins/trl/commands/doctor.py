@@ -1,23 +1,29 @@
-"""What `rl-plugins trl grpo` or `masked_grpo` would do, found out from the config alone: no model, no process group."""
+"""What `rl-plugins trl grpo` or `masked_grpo` would do, found out from the config alone: no model, no process group.
+What a script would do, from the trainer it makes."""
 
 from __future__ import annotations
 
+import functools
+import runpy
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 import trl
 from datasets import load_dataset
 
-from rl_plugins.core.errors import ConfigError, RLPluginsError, told
+from rl_plugins.core.errors import ConfigError, RLPluginsError, shown, told
 from rl_plugins.core.rollouts import Plan, Queue
 from rl_plugins.runtime import preflight
 from rl_plugins.runtime.chat import has_template
 from rl_plugins.runtime.report import plan_lines, stage_lines
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.trl import capabilities
+from rl_plugins.trl.changes import changed
 from rl_plugins.trl.commands import heads, host_config, script
 from rl_plugins.trl.compat import Seams
 from rl_plugins.trl.config import GRPOConfig
@@ -34,13 +40,16 @@ class Findings:
     problems: list[str] = field(default_factory=list)
 
 
-def print_run(argv: Sequence[str], world_size: int | None, masked: bool = False) -> list[str]:
+def print_run(
+    argv: Sequence[str], world_size: int | None, masked: bool = False, may_be_of_script: bool = False
+) -> list[str]:
     """Prints the methods in effect and the batch plan.
 
     Args:
         argv: arguments of `rl-plugins trl grpo`.
         world_size: processes, if not those this machine would start.
         masked: they are those of `rl-plugins trl masked_grpo`.
+        may_be_of_script: a config without a model, a dataset and rewards is not one of `trl grpo`: a script gives them.
 
     Returns:
         What would fail.
@@ -61,7 +70,7 @@ def print_run(argv: Sequence[str], world_size: int | None, masked: bool = False)
         )
     processes = world_size or launch.processes
     try:
-        known = _known_of(words, processes, world_size is not None, launch.deepspeed, found, masked)
+        known = _known_of(words, processes, world_size is not None, launch.deepspeed, found, masked, may_be_of_script)
     except (ValueError, TypeError, ImportError) as e:
         return [*found.problems, f"TRL refuses the config: {e}"]
     options: dict[str, Any] = {}
@@ -76,14 +85,78 @@ def print_run(argv: Sequence[str], world_size: int | None, masked: bool = False)
         print("\nNo methods are named: the run is TRL's own.")
     if idle := capabilities.without_effect(stack, known.args):
         print(f"  host options without effect: {', '.join(idle)}")
+    _print_batch(stack, known, processes, found, plans=not refused)
+    return found.problems
+
+
+def print_script(script: Path, words: Sequence[str]) -> list[str]:
+    """Runs a script up to `train()` and prints what its trainer would do. The trainer prints its methods itself.
+
+    Args:
+        words: the arguments of the script.
+
+    Returns:
+        What would fail.
+
+    Raises:
+        ConfigError: the script cannot be read, or calls no `train()`. Errors of the script are passed on.
+    """
+    print(f"\nRunning {script} up to `train()`", flush=True)
+    found = Findings()
+    trainer: Any = None
+    with told(found.problems):
+        trainer = _trainer_of(script, words)
+    if trainer is None:
+        return found.problems
+    print(f"\nStopped at `train()` of {type(trainer).__qualname__}")
+    stack = getattr(trainer, "methods", None)
+    if not stack:
+        print("  No methods are named: the run is TRL's own.")
+        return found.problems
+    known = replace(capabilities.known_of(trainer), total_steps=None)  # TRL counts them later
+    if known.size and (problem := capabilities.too_few_prompts(known.args, known.size)):
+        found.problems.append(problem)
+    _print_batch(stack, known, trainer.accelerator.num_processes, found, plans=True)
+    return found.problems
+
+
+class _AtTrain(BaseException):
+    """Stops a script; no `except Exception` of it holds this up."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+
+def _trainer_of(script: Path, words: Sequence[str]) -> Any:
+    """The trainer whose `train` a script calls first."""
+
+    @functools.wraps(transformers.Trainer.train)  # whose parameters `compat` checks
+    def stop(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        raise _AtTrain(trainer)
+
+    if not script.is_file():
+        raise ConfigError(f"--script {shown(str(script))} is no file. Give the path of a Python script.")
+    path = [str(script.parent.resolve()), *sys.path]
+    with changed(transformers.Trainer, train=stop), changed(sys, argv=[str(script), *words], path=path):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except _AtTrain as reached:
+            return reached.trainer
+    raise ConfigError(
+        f"{script} came to its end and called no `train()` of a trainer of TRL. Give the script that trains."
+    )
+
+
+def _print_batch(
+    stack: MethodStack, known: capabilities.KnownRun, processes: int, found: Findings, plans: bool
+) -> None:
     print("\nOne generation batch")
-    for what, text in _batch(stack, known, processes, found, plans=not refused):
+    for what, text in _batch(stack, known, processes, found, plans):
         print(f"  {what:<18}{text}")
     if found.notes:
         print("\nNotes")
         for note in found.notes:
             print(f"  {note}")
-    return found.problems
 
 
 def _check(stack: MethodStack, known: capabilities.KnownRun) -> dict[str, Any]:
@@ -103,7 +176,13 @@ def _check(stack: MethodStack, known: capabilities.KnownRun) -> dict[str, Any]:
 
 
 def _known_of(
-    argv: Sequence[str], processes: int, elsewhere: bool, deepspeed: bool, found: Findings, masked: bool
+    argv: Sequence[str],
+    processes: int,
+    elsewhere: bool,
+    deepspeed: bool,
+    found: Findings,
+    masked: bool,
+    may_be_of_script: bool,
 ) -> capabilities.KnownRun:
     """The config as `processes` processes would parse it, without joining a process group or touching a device here."""
     planned = planned_config(processes, MaskedGRPOConfig if masked else GRPOConfig)
@@ -123,6 +202,17 @@ def _known_of(
     except ConfigError as e:
         found.problems.append(str(e))
     config = host_config.HostConfig(args, script_args, model_args, dataset_args, processes, deepspeed)
+    named = (model_args.model_name_or_path, script_args.dataset_name, *dataset_args.datasets, *config.rewards)
+    if may_be_of_script and not any(named):
+        found.notes.append(
+            "The config names no model, no dataset and no reward. Where a script gives them, `rl-plugins doctor "
+            "--script mine.py` looks at its trainer; `rl-plugins trl grpo` would ask for all three."
+        )
+        found.problems.extend(host_config.problems(config, of_script=True))
+        (found.notes if elsewhere else found.problems).extend(host_config.missing(config))
+        return capabilities.KnownRun(
+            args, None, args.generation_batch_size, ("reward",) * 2
+        )  # as many as a method asks for
     found.problems.extend(host_config.problems(config))
     (found.notes if elsewhere else found.problems).extend(host_config.missing(config))
     dataset, streaming = dataset_of(args, script_args, dataset_args, found)

@@ -65,10 +65,15 @@ class HostConfig:
 Rule = Callable[[HostConfig], Iterator[str]]
 
 
-def problems(config: HostConfig) -> Iterator[str]:
-    """What would end the run on every machine."""
+def problems(config: HostConfig, of_script: bool = False) -> Iterator[str]:
+    """What would end the run on every machine.
+
+    Args:
+        of_script: a script gives the model and the rewards.
+    """
     for rule in REFUSED:
-        yield from rule(config)
+        if not (of_script and rule in (_no_model, _rewards)):
+            yield from rule(config)
 
 
 def missing(config: HostConfig) -> Iterator[str]:
