@@ -547,6 +547,7 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
     run = [line for line in RUN[:6] if not line.startswith("actor_rollout_ref.rollout.n=")]
     run.append("data.max_response_length=1024")
     config = compose([*run, *actor, *rollout])
+    ahead = compose([*run, *actor, *rollout, "trainer.v1.trainer_mode=rl_plugins_colocate_async"])
     queued = compose([*RUN[:6], "trainer.v1.trainer_mode=rl_plugins_colocate_async"])
     for name in registry.all_names():
         found = registry.load(name)
@@ -556,6 +557,12 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
         params = {n: dict(card_file(n).example_params) for n in (*beside, name)}
         settings = Settings((*beside, name), params, rewards={"correctness": 1.0, "format": 0.5})
         capabilities.check(settings.stack(), settings, queued if "admit" in found.claims() else config)
+        try:
+            capabilities.check(settings.stack(), settings, ahead)
+            why = ""
+        except ConfigError as e:
+            why = str(e)
+        assert (not why) == ("verl's asynchronous modes" in catalog.modes_of(found)), (name, why)
     offered = capabilities.verl_capabilities(build_stack([]), Settings(()), queued)
     assert set(catalog.HOSTS["verl"].hooks) == set(HOOKS) - set(offered.missing_hooks)
     assert set(catalog.HOSTS["verl"].missing) <= set(offered.missing_signals)
@@ -615,9 +622,9 @@ def test_the_example_takes_effect(gsm8k, tmp_path):
     done = run_example("gsm8k.sh", "--dry-run", "trainer.total_epochs=3", cwd=tmp_path, DATA=str(gsm8k), GPUS="4")
     assert done.returncode == 0, done.stdout + done.stderr
     found = section(done.stdout, "The run")
-    assert re.search(r"^  mc_grpo .*advantage_clip=3\.0 ", done.stdout, re.M)
+    assert re.search(r"^  vade +select_prompts", done.stdout, re.M)
     assert found["trainer"].startswith("rl_plugins_sync") and found["devices"] == "1 x 4 cuda"
-    assert (found["prompts"], found["rows generated"], found["rows trained"]) == ("128 per batch", "640", "512 of 512")
+    assert (found["prompts"], found["rows generated"], found["rows trained"]) == ("128 per batch", "512", "512 of 512")
     assert found["optimizer steps"] == "1 per batch, of 512 rows each" and found["whole run"].startswith("6 batches")
     assert found["rewards"].startswith("accuracy (weight 1), format (weight 0.2)")
     assert "not checked" not in done.stdout and not (tmp_path / "gsm8k-run").exists()
@@ -651,19 +658,19 @@ def test_help_of_an_example(script, tmp_path):
 def test_the_example_for_a_laptop_says_what_it_sets(tmp_path):
     done = run_example("laptop.sh", "--help", cwd=tmp_path)
     told = done.stdout
-    done = run_example("laptop.sh", "vade", "mc_grpo", "minpro", "--dry-run", "--", "data.seed=2", cwd=tmp_path)
+    done = run_example("laptop.sh", "vade", "dars", "minpro", "--dry-run", "--", "data.seed=2", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.endswith("No problem found.\n"), done.stdout + done.stderr
-    assert re.search(r"^  mc_grpo .*advantage_clip=3\.0 ", done.stdout, re.M)
+    assert re.search(r"^  dars .*n_first=3", done.stdout, re.M)
     overrides = (tmp_path / "verl-laptop" / "overrides.txt").read_text().splitlines()
     chosen = re.findall(r"^  (\S+=.*?) *$", done.stderr, re.M)
     assert chosen and set(chosen) <= set(overrides)
     names = {line.partition("=")[0].removeprefix("+") for line in chosen}
-    assert {"trainer.resume_mode", "rl_plugins.method_params.mc_grpo.advantage_clip"} <= names
+    assert {"trainer.resume_mode", "rl_plugins.method_params.dars.n_first"} <= names
     assert {"rl_plugins.rewards.exact", "actor_rollout_ref.actor.ppo_epochs"} <= names
     for word in (
         "resume_mode=disable",
         "rl_plugins.rewards",
-        "mc_grpo.advantage_clip=3",
+        "dars.n_first=3",
         "ppo_epochs=2",
         "binary",
     ):
@@ -703,8 +710,8 @@ def test_verl_itself_accepts_the_commands_of_the_examples(gsm8k, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("methods in effect, in this order") == 3
     assert "1 {'RL_PLUGINS_METHODS': 'gdpo,trace'}" in done.stdout
-    assert "1 {'RL_PLUGINS_METHODS': 'vade,mc_grpo'}" in done.stdout
-    assert "2 {'HF_HOME': '/a b', 'RL_PLUGINS_METHODS': 'vade,mc_grpo'}" in done.stdout
+    assert "1 {'RL_PLUGINS_METHODS': 'vade'}" in done.stdout
+    assert "2 {'HF_HOME': '/a b', 'RL_PLUGINS_METHODS': 'vade'}" in done.stdout
 
 
 def test_the_reward_of_the_example():

@@ -1,7 +1,7 @@
 """GRPO with methods on tasks of reasoning-gym: LoRA, two rewards, a trace, and the held-out accuracy before and after.
 
     python train_reasoning_gym.py                                      sized for a GPU with 16 GB; needs the hub
-    python train_reasoning_gym.py --methods vade mc_grpo               other methods; --methods '': plain GRPO
+    python train_reasoning_gym.py --methods vade gdpo                  other methods; --methods '': plain GRPO
     python train_reasoning_gym.py --model_name_or_path my-folder --max_steps 50 --learning_rate 5e-5
     rl-plugins inspect reasoning-gym-run                               what happened to each rollout, and why
 

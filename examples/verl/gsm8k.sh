@@ -7,7 +7,7 @@
 #   bash examples/verl/gsm8k.sh                         the run
 #   METHODS=vade,gdpo bash examples/verl/gsm8k.sh       other methods; METHODS= is verl alone
 #
-# Environment: MODEL, DATA (folder, default gsm8k), METHODS (default vade,mc_grpo), GPUS (default 8), OUT (default
+# Environment: MODEL, DATA (folder, default gsm8k), METHODS (default vade), GPUS (default 8), OUT (default
 # gsm8k-run), PYTHON (default python). Further words are overrides of verl's config, the last one of a key counts:
 #   bash examples/verl/gsm8k.sh data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=64
 #
@@ -29,7 +29,7 @@ out=${OUT:-gsm8k-run}
 python=${PYTHON:-python}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
-METHODS=${METHODS-vade,mc_grpo} # the one line
+METHODS=${METHODS-vade} # the one line
 
 if [ -n "$METHODS" ]; then
   methods=(
@@ -41,11 +41,6 @@ if [ -n "$METHODS" ]; then
     +rl_plugins.rewards.accuracy=1
     +rl_plugins.rewards.format=0.2
   )
-  case ",$METHODS," in
-    # Rewards here have few levels, where the paper's scale explodes. A parameter of a method that is not named is an
-    # error, hence the case.
-    *,mc_grpo,*) methods+=(+rl_plugins.method_params.mc_grpo.advantage_clip=3) ;;
-  esac
 else
   methods=(trainer.v1.trainer_mode=sync)
 fi
@@ -65,7 +60,7 @@ overrides=(
   actor_rollout_ref.actor.ppo_mini_batch_size=128 # prompts per optimizer step: one step per batch
   actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8
   actor_rollout_ref.rollout.name=vllm
-  actor_rollout_ref.rollout.n=4 # rollouts per prompt that are trained; mc_grpo generates a fifth
+  actor_rollout_ref.rollout.n=4 # rollouts per prompt
   actor_rollout_ref.rollout.tensor_model_parallel_size=1
   actor_rollout_ref.rollout.gpu_memory_utilization=0.5
   actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16

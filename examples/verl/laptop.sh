@@ -2,18 +2,18 @@
 # verl's real PPO trainer on a laptop: GRPO on the demo policy (78,272 parameters), a few minutes, no GPU.
 #
 #   bash examples/verl/laptop.sh                    verl's own trainer `sync`
-#   bash examples/verl/laptop.sh vade mc_grpo       the same run with methods of rl-plugins
+#   bash examples/verl/laptop.sh vade minpro        the same run with methods of rl-plugins
 #   bash examples/verl/laptop.sh vade --dry-run     what would take effect; starts nothing
 #
 # Environment: OUT (folder for results, default verl-laptop), STEPS (default 40), PYTHON (default python).
 # What follows `--` goes to verl as it is: bash examples/verl/laptop.sh vade -- data.seed=2
 #
 # Set for you, printed at the start, and replaced by an override of yours after `--` (a key that begins with + there needs
-# ++ to be replaced: ++rl_plugins.method_params.mc_grpo.advantage_clip=10):
+# ++ to be replaced: ++rl_plugins.method_params.dars.n_first=2):
 #   trainer.resume_mode=disable                 every run begins at step 0, also when OUT holds checkpoints
 #   +rl_plugins.rewards.exact, .digits, .careful  with methods: the parts of the score that they see, and their weights
 #   +reward.custom_reward_function.reward_kwargs.binary  with methods: the score is graded, or right or wrong
-#   +rl_plugins.method_params...                parameters of some methods: mc_grpo.advantage_clip=3, dars.n_first=3, ...
+#   +rl_plugins.method_params...                parameters of some methods, such as dars.n_first=3
 #   actor_rollout_ref.actor.ppo_epochs=2        with methods that correct for off-policy updates
 # OUT/overrides.txt has all overrides, also those that a CPU needs (docs/verl_cpu.md).
 set -euo pipefail
