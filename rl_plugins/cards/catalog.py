@@ -41,6 +41,27 @@ HOSTS = {
     "diffusion": ServedByHost(hooks=set(HOOKS) - set(NO_HOOKS), missing=set(NO_SIGNALS)),
 }
 
+MODES = {
+    "TRL's asynchronous trainer": ServedByHost(
+        hooks=set(HOOKS) - {"select_prompts", "plan", "admit", "rollout"},  # its worker generates by itself
+        missing={
+            "engine",
+            "turn_limits",
+            "redundancy",
+            "turns",
+            "step_rewards",
+            "teacher_logprobs",
+            "ref_logprobs",
+            "whole_batches",
+            "entropies",
+            "sum_squared_probs",
+            "token_versions",
+        },
+    ),
+    "verl's asynchronous modes": ServedByHost(hooks=set(HOOKS), missing={"whole_batches", "engine"}),
+}
+"""Those that generate ahead of training."""
+
 FIDELITY = {
     "code": "equal to the authors' code: its numbers are stored and compared in the tests",
     "paper": "built from what could be read of the paper, and not compared with code of its authors",
@@ -257,6 +278,22 @@ def hosts_of(cls: type[Method]) -> list[str]:
         and set(cls.claims()) <= set(host.hooks)
         and set(cls.in_eval) <= set(host.eval_hooks)
         and not signals & set(host.missing)
+    ]
+
+
+def modes_of(cls: type[Method]) -> list[str]:
+    """The asynchronous modes that can serve this class with its default parameters."""
+    made, hosts = example_of(cls), hosts_of(cls)
+    signals = {signal.partition(":")[0] for signal in made.needs}
+    regular = not made.decides_rollouts and made.rows_per_rollout == 1  # verl's buffer counts groups of one size
+    return [
+        name
+        for name, mode in MODES.items()
+        if name.split("'")[0].lower() in hosts
+        and not made.rounds
+        and set(cls.claims()) <= set(mode.hooks)
+        and not signals & set(mode.missing)
+        and (regular or not name.startswith("verl"))
     ]
 
 

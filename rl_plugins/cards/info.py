@@ -16,6 +16,7 @@ from rl_plugins.cards.catalog import (
     hosts_of,
     index,
     indexed,
+    modes_of,
     needs_of,
     preset_text,
 )
@@ -31,18 +32,30 @@ from rl_plugins.runtime import registry
 from rl_plugins.runtime.card_file import CardFile, Paper, card_file
 from rl_plugins.tools import supervised
 
+Sections = list[tuple[str, str]]
 
-def print_info(name: str) -> None:
-    """Everything about one method or bundle.
+
+def print_info(name: str, as_json: bool = False) -> None:
+    """Everything about one method, bundle or supervised loss; as JSON: its name, and each section as a text.
 
     Raises:
         ConfigError: no such name, or it cannot be used.
     """
-    print(info_of_loss(supervised.card_of(name)) if name in supervised.LOSSES else info(registry.load(name)))
+    loss = name in supervised.LOSSES
+    head, sections = _of_loss(supervised.card_of(name)) if loss else _of_method(registry.load(name))
+    print(json.dumps({"name": name, **dict(sections)}, indent=2) if as_json else _page(head, sections))
+
+
+def _page(head: str, sections: Sections) -> str:
+    return "\n\n".join([head, *(f"{title}\n{_indented(text)}" for title, text in sections)])
 
 
 def info_of_loss(card: supervised.SupervisedLoss) -> str:
     """The text of `rl-plugins info` of a loss for supervised trainers."""
+    return _page(*_of_loss(card))
+
+
+def _of_loss(card: supervised.SupervisedLoss) -> tuple[str, Sections]:
     start = "\n".join(f"{host}: {command}" for host, command in card.start.items())
     file, results = card_file(card.name), measured_of(card.name)
     assert file.paper is not None
@@ -60,14 +73,17 @@ def info_of_loss(card: supervised.SupervisedLoss) -> str:
         ("Source", _source(file.paper)),
         ("How to cite", file.paper.bibtex(card.name)),
     ]
-    head = f"{card.name}: {file.paper.title}\n{card.does}."
-    return "\n\n".join([head, *(f"{title}\n{_indented(text)}" for title, text in sections)])
+    return f"{card.name}: {file.paper.title}\n{card.does}.", sections
 
 
 def info(found: type[Method] | Bundle) -> str:
     """The text of `rl-plugins info`."""
+    return _page(*_of_method(found))
+
+
+def _of_method(found: type[Method] | Bundle) -> tuple[str, Sections]:
     card = card_of(found)
-    sections: list[tuple[str, str]] = []
+    sections: Sections = []
     if isinstance(found, Bundle):
         parts = "".join(f"\n  {part}{preset_text(values)}" for part, values in found.parts.items())
         sections.append(("What", f"{card.file.about}\n\nStands for, with the settings of the paper:{parts}"))
@@ -103,7 +119,7 @@ def info(found: type[Method] | Bundle) -> str:
     head = f"{found.name}: {paper.title if paper else 'a method of your own'}" + (
         f"\n{found.does}." if found.does else ""
     )
-    return "\n\n".join([head, *(f"{title}\n{_indented(text)}" for title, text in sections if text.strip())])
+    return head, [(title, text) for title, text in sections if text.strip()]
 
 
 def _standing(card: Card) -> str:
@@ -183,6 +199,8 @@ def meaning(row: Mapping[str, str]) -> str:
 def _changes(cls: type[Method]) -> Iterable[str]:
     yield f"{', '.join(cls.claims()) or 'nothing'} (hosts: {', '.join(hosts_of(cls)) or 'none yet'})"
     made = example_of(cls)
+    if {"trl", "verl"} & set(hosts_of(cls)):
+        yield f"Asynchronous training: {' and '.join(modes_of(cls)) or 'served by neither host'}."
     if made.rounds:
         yield "Generates in rounds: later rollouts depend on the rewards of earlier ones."
     if cls.in_eval:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -25,6 +26,7 @@ from rl_plugins.commands.mode_pairs import mode_pairs
 from rl_plugins.commands.new import new
 from rl_plugins.commands.probe import probe
 from rl_plugins.commands.scale import scale
+from rl_plugins.commands.schema import schema
 from rl_plugins.commands.shared.options import LOOK
 from rl_plugins.commands.suggest import suggest
 from rl_plugins.commands.train_adapter import train_adapter
@@ -48,13 +50,23 @@ class _Commands(TyperGroup):
         raise typer.Exit(2)
 
 
-app = typer.Typer(cls=_Commands, pretty_exceptions_enable=False, **LOOK)
+app = typer.Typer(cls=_Commands, pretty_exceptions_enable=False, **{**LOOK, "add_completion": True})
 app.add_typer(trl.app, name="trl")
 app.add_typer(heads.app, name="heads")
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"rl-plugins {importlib.metadata.version('rl-plugins')}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Run methods of RL post-training papers as plugins of TRL and verl."""
 
 
@@ -77,6 +89,7 @@ app.command(context_settings=_OPTIONS_OF_HOST)(probe)
 app.command()(bench)
 app.command()(scale)
 app.command()(export)
+app.command()(schema)
 app.command(hidden=True)(docs)
 
 

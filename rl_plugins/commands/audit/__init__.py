@@ -47,6 +47,7 @@ def audit(
     tol_stochastic: Annotated[
         float, typer.Option(min=0, help="Difference of two calls that is allowed, as a share of the reward's span.")
     ] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: what --out writes into report.json.")] = False,
 ) -> None:
     """Find wrong rewards before training, in the reward functions and in the dataset.
 
@@ -108,7 +109,7 @@ def audit(
         tol_stochastic=tol_stochastic,
         gold_renderer=resolve_callable(gold_renderer, "gold_renderer") if gold_renderer else None,
     )
-    console = Console()
+    console = Console(stderr=as_json)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -121,7 +122,10 @@ def audit(
         rows = min(run.dataset_size or 0, options.max_rows)
         task = bar.add_task("reading", total=rows * (1 + options.wrong_answers))
         report = preflight(run, options, lambda part, n: bar.update(task, advance=n, description=part)).report
-    print_report(console, report)
+    if as_json:
+        typer.echo(json.dumps(plain(report, options), indent=2))
+    else:
+        print_report(console, report)
     if out is not None:
         write_text(out / "report.json", json.dumps(plain(report, options), indent=2) + "\n")
         write_text(out / "report.html", as_html(report, options))

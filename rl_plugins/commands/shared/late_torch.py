@@ -31,7 +31,7 @@ class _Finder(MetaPathFinder, Loader):
 
 class _Module(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and name != "__version__":
             raise AttributeError(name)
         later = _Later(self.__name__, name)
         return later if sys._getframe(1).f_code.co_name in _AT_IMPORT else later._real()
