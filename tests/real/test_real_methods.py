@@ -31,11 +31,12 @@ def baselines() -> dict[Any, Run]:
 
 @pytest.fixture(scope="module")
 def table() -> Iterator[list[dict[str, Any]]]:
+    """The lines of this run. Those of methods that did not run stay as they are in the file."""
     found: list[dict[str, Any]] = []
     yield found
-    if len(found) == len(registry.all_names()):
-        TABLE.parent.mkdir(parents=True, exist_ok=True)
-        TABLE.write_text(json.dumps(sorted(found, key=lambda line: line["method"]), indent=1) + "\n")
+    TABLE.parent.mkdir(parents=True, exist_ok=True)
+    lines = {line["method"]: line for line in [*(json.loads(TABLE.read_text()) if TABLE.exists() else ()), *found]}
+    TABLE.write_text(json.dumps([lines[name] for name in registry.all_names() if name in lines], indent=1) + "\n")
 
 
 @pytest.mark.parametrize("name", registry.all_names())
@@ -75,5 +76,5 @@ def test_a_method_that_only_looks_changes_no_bit(tmp_path: Path, baselines: Any,
     arm = Arm()
     plain = baselines.get(arm.key) or train(tmp_path / "plain", [], arm)
     looked = train(tmp_path / "looks", ["looks"], arm)
-    assert looked.of("looks") == {"rows": [16.0, 16.0]}
+    assert looked.of("looks") == {"rows": [16.0]}
     assert torch.equal(plain.after, looked.after) and float(plain.update.norm()) > 0
