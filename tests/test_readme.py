@@ -76,10 +76,10 @@ def test_example_config_of_gsm8k_is_one_that_the_command_takes(tmp_path, monkeyp
     row = gsm8k_data.to_row({"question": "1+1?", "answer": "It is 2. #### 1,234"})
     (tmp_path / "gsm8k").mkdir()
     (tmp_path / "gsm8k" / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 64)
-    assert examine(Path("gsm8k.yaml"), [], None, world_size=4) == 0
+    assert not examine(Path("gsm8k.yaml"), [], None, world_size=4)
     text = capsys.readouterr().out
     assert re.search(r"^  gdpo ", text, re.M) and "128 of 128" in text
-    assert "columns are not checked" not in text and text.endswith("No problem found.\n")
+    assert "columns are not checked" not in text
     answer = [{"role": "assistant", "content": "so \\boxed{1,234}"}]
     assert gsm8k_data.correct([answer], [row["answer"]]) == [1.0] and gsm8k_data.boxed_once([answer]) == [1.0]
 
@@ -107,9 +107,9 @@ def test_the_script_of_reasoning_gym_and_its_config_are_one_run(tmp_path, monkey
         (tmp_path / "reasoning-gym").mkdir(exist_ok=True)
         (tmp_path / "reasoning-gym" / f"{split}.jsonl").write_text(f"{json.dumps(row)}\n" * 64)
     monkeypatch.chdir(tmp_path)
-    assert examine(Path("reasoning_gym.yaml"), [], None, world_size=1) == 0
+    assert not examine(Path("reasoning_gym.yaml"), [], None, world_size=1)
     text = capsys.readouterr().out
-    assert "64 of 64" in text and "columns are not checked" not in text and text.endswith("No problem found.\n")
+    assert "64 of 64" in text and "columns are not checked" not in text
 
 
 @pytest.mark.host

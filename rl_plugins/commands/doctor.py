@@ -5,6 +5,9 @@ What would happen in a run is in the adapters: `rl_plugins.trl.commands.doctor` 
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -31,6 +34,9 @@ def doctor(
             metavar="[-- WORDS...]", help="Overrides of verl's command line, with --host verl; arguments of the script."
         ),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: the problems, and the lines of the report.")
+    ] = False,
 ) -> None:
     """Show versions, plugins, and what a run would do.
 
@@ -49,33 +55,44 @@ def doctor(
       rl-plugins doctor --host verl -- trainer.v1.trainer_mode=rl_plugins_sync "+rl_plugins.methods=[vade]" ...
       rl-plugins doctor --host verl -- python -m verl.trainer.main_ppo data.train_batch_size=64 ...
     """
-    if host == HostName.verl:
-        if config or script or methods or method_params or world_size:
-            raise ConfigError(
-                "--config, --script, --methods, --method-params and --world-size are for TRL. Give a run of verl by "
-                'its overrides: rl-plugins doctor --host verl -- "+rl_plugins.methods=[vade]" trainer.nnodes=2 ...'
-            )
-        from rl_plugins.verl import doctor as verl_doctor
+    if host == HostName.verl and (config or script or methods or method_params or world_size):
+        raise ConfigError(
+            "--config, --script, --methods, --method-params and --world-size are for TRL. Give a run of verl by "
+            'its overrides: rl-plugins doctor --host verl -- "+rl_plugins.methods=[vade]" trainer.nnodes=2 ...'
+        )
+    if script is not None and (config or methods or method_params or world_size):
+        raise ConfigError(
+            "--script is given beside --config, --methods, --method-params or --world-size. The script has these; "
+            "remove them, or give what it takes: rl-plugins doctor --script mine.py -- ITS ARGUMENTS"
+        )
+    from rl_plugins.runtime.report import print_problems, without_tests
 
-        raise typer.Exit(verl_doctor.examine(words or [], print_found))
-    if script is not None:
-        if config or methods or method_params or world_size:
-            raise ConfigError(
-                "--script is given beside --config, --methods, --method-params or --world-size. The script has these; "
-                "remove them, or give what it takes: rl-plugins doctor --script mine.py -- ITS ARGUMENTS"
-            )
-        raise typer.Exit(examine_script(script, words or []))
-    raise typer.Exit(examine(config, [*(methods or []), *(words or [])], method_params, world_size))
+    packages: Sequence[str] = SHOWN
+    with contextlib.redirect_stdout(io.StringIO()) if as_json else contextlib.nullcontext() as report:
+        if host == HostName.verl:
+            from rl_plugins.verl import doctor as verl_doctor
+
+            packages = verl_doctor.SHOWN
+            problems = verl_doctor.examine(words or [], print_found)
+        elif script is not None:
+            problems = examine_script(script, words or [])
+        else:
+            problems = examine(config, [*(methods or []), *(words or [])], method_params, world_size)
+    if report is None:
+        raise typer.Exit(print_problems(problems, packages))
+    told = {"problems": problems, "untested": without_tests(packages), "report": report.getvalue().splitlines()}
+    typer.echo(json.dumps(told, indent=2))
+    raise typer.Exit(int(bool(problems)))
 
 
-def examine(config: Path | None, methods: Sequence[str], method_params: str | None, world_size: int | None) -> int:
+def examine(
+    config: Path | None, methods: Sequence[str], method_params: str | None, world_size: int | None
+) -> list[str]:
     """Prints the state of the installation, and of a run if a config or methods are given.
 
     Returns:
-        1 if something would fail, else 0.
+        What would fail.
     """
-    from rl_plugins.runtime.report import print_problems
-
     problems = [*_print_installation()]
     if config is not None:
         argv = ["--config", str(config)]
@@ -84,20 +101,18 @@ def examine(config: Path | None, methods: Sequence[str], method_params: str | No
         problems += _print_run(argv, world_size, _masked(config, methods), may_be_of_script=True)
     elif methods or method_params:
         problems += _print_methods(methods, method_params)
-    return print_problems(problems, SHOWN)
+    return problems
 
 
-def examine_script(script: Path, words: Sequence[str]) -> int:
+def examine_script(script: Path, words: Sequence[str]) -> list[str]:
     """Prints the state of the installation, and what the trainer of a script would do.
 
     Returns:
-        1 if something would fail, else 0.
+        What would fail.
     """
-    from rl_plugins.runtime.report import print_problems
     from rl_plugins.trl.commands.doctor import print_script
 
-    problems = [*_print_installation()]
-    return print_problems([*problems, *print_script(script, words)], SHOWN)
+    return [*_print_installation(), *print_script(script, words)]
 
 
 def dry_run(argv: Sequence[str], masked: bool = False) -> int:

@@ -27,7 +27,6 @@ from rl_plugins.runtime.report import (
     VARIABLES,
     plan_lines,
     print_environment,
-    print_problems,
     print_versions,
     stage_lines,
 )
@@ -49,7 +48,7 @@ SEAMS = {
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}  # rollout.name -> module
 
 
-def examine(words: Sequence[str], print_found: Callable[[], None] = lambda: None) -> int:
+def examine(words: Sequence[str], print_found: Callable[[], None] = lambda: None) -> list[str]:
     """Prints the state of the installation, and what a run would do if its command line is given.
 
     Args:
@@ -57,7 +56,7 @@ def examine(words: Sequence[str], print_found: Callable[[], None] = lambda: None
         print_found: prints the methods that were found, at the end of the installation.
 
     Returns:
-        1 if something would fail, else 0.
+        What would fail.
 
     Raises:
         ConfigError: the words are no overrides.
@@ -69,7 +68,7 @@ def examine(words: Sequence[str], print_found: Callable[[], None] = lambda: None
         problems += _print_run(overrides)
     else:
         print("\nTo see what a run would do, give its overrides: rl-plugins doctor --host verl -- OVERRIDES")
-    return print_problems(problems, SHOWN)
+    return problems
 
 
 def read_command(words: Sequence[str]) -> list[str]:
