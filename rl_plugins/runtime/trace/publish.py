@@ -53,7 +53,8 @@ def push(folder: Path, repository: str) -> None:
     """Uploads the tables of a trace into a dataset repository, which is made, private, where there is none."""
     from huggingface_hub import HfApi
 
-    api, where = HfApi(), {"repo_id": repository, "repo_type": "dataset"}
+    api = HfApi()
+    where: dict[str, Any] = {"repo_id": repository, "repo_type": "dataset"}
     tables = sorted(table.name for table in folder.iterdir() if any(table.glob("*.parquet")))
     configs = "\n".join(f"- {{config_name: {name}, data_files: {name}/*.parquet}}" for name in tables)
     api.create_repo(**where, private=True, exist_ok=True)
