@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE = 1
 
 .PHONY: demo test lint docs site mutants test-patches test-vllm test-deepspeed test-browser test-site test-long test-real test-gpu gpu-bundle test-versions canary clean
 
-demo: .venv/ready-demo
+demo: .venv/ready-demo  # nine runs, three minutes on two cores; once, pip downloads torch and TRL, and nothing else is
 	.venv/bin/rl-plugins demo $(DEMO)
 
 test: .venv/ready-test
@@ -45,6 +45,7 @@ mutants: .venv/ready-test
 
 # The stamps stand for a set of extras; they are renewed when the pins or the extras change.
 .venv/ready-demo: .venv/bin/python pyproject.toml constraints.txt
+	@echo "Once: pip downloads torch, TRL and matplotlib into .venv, minutes. The demo downloads no model and no data."
 	$(PIP) -c constraints.txt torch
 	$(PIP) -c constraints.txt -e '.[trl,plot]'
 	@touch $@

@@ -1151,6 +1151,7 @@ def test_a_run_that_is_refused_ends_with_one_paragraph(run, monkeypatch, capsys)
     assert "rl-plugins: loss_type='bnpo' divides by the tokens" in told
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_two_processes_of_another_launcher_do_what_the_dry_run_says(run, tmp_path):
     config = run(output_dir=str(tmp_path / "out"), ddp_backend="gloo")

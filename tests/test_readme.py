@@ -1,4 +1,4 @@
-"""The README's example runs as printed; the example config is one that takes effect."""
+"""The README's examples run as printed; the example configs are ones that take effect."""
 
 from __future__ import annotations
 
@@ -19,20 +19,30 @@ from waiting import NEVER
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.ranks
 @pytest.mark.host
-def test_first_python_example_runs_as_printed(tmp_path):
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (tmp_path / "example.py").write_text(example)
+def test_the_script_takes_effect_and_trains_in_two_processes_as_printed(tmp_path, monkeypatch, capsys):
+    """The doctor of scripts on it, and the command that starts two processes, each of which makes its 64 rows."""
+    from rl_plugins.commands.doctor import examine_script
+
+    page = (ROOT / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "mine.py").write_text(example)
+    monkeypatch.chdir(tmp_path)
+    assert examine_script(Path("mine.py"), []) == []
+    told = capsys.readouterr().out
+    assert "64 of 64" in told and "each of 1 process per" in told
+    (command,) = re.findall(r"^torchrun (.*mine\.py)", page, re.M)
     done = subprocess.run(
-        [sys.executable, "example.py"],
-        cwd=tmp_path,
+        [sys.executable, "-m", "torch.distributed.run", *shlex.split(command)],
         capture_output=True,
         text=True,
         timeout=NEVER,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert "methods in effect" in done.stdout and "'rl_plugins/tokens_decoded': " in done.stdout.replace('"', "'")
+    assert done.stdout.count("methods in effect") == 1 and "'vade/seen'" in done.stdout
+    assert re.findall(r"'rl_plugins/rows_generated': '?(\d+)", done.stdout) == ["128"] * 5
 
 
 @pytest.mark.host

@@ -108,6 +108,11 @@ def headline() -> str:
     )
 
 
+def methods_that(section: str) -> set[str]:
+    """The methods with a claim in a section."""
+    return {c["method"] for c in published()["claims"] if section_of(c) == section}
+
+
 def _not_run(claims: Sequence[Told]) -> str:
     of = {v: [c for c in claims if decide(c)[0] == v] for v in ("not run", "failed", "not tested")}
     lines = ["## Not run", ""]

@@ -17,7 +17,10 @@ from rl_plugins.lab.compare.plan import Comparison, Variant, make_plan, parse_va
 from rl_plugins.lab.compare.runs import is_finished
 from rl_plugins.lab.compare.trl import Trl
 
-TOY = "A toy: it shows that the method acts and what it does here, not what it does on a large model."
+TOY = (
+    "A toy: it shows that the method acts and what it does here, not what it does on a large model. Nothing is "
+    "downloaded: policy and tasks are made on this machine."
+)
 SETS = "Settings of every run: `{}/runs/*/config.yaml`. It also gets its seed, folder, methods and their parameters."
 
 
@@ -35,6 +38,9 @@ def headline(options: RunOptions, long: bool) -> None:
         settings.write_data(data)
     notes = [*headline.NOTES, _size(values), SETS.format(options.out), TOY, *options.notes]
     comparison = make_plan(_host(values), headline.VARIANTS, options.seeds, options.out, notes=notes)
+    if not long and not options.dry_run:
+        waiting = sum(not is_finished(planned) for planned in comparison.runs)
+        console.print(f"{waiting} runs of about {headline.SECONDS} s each on two idle cores.", highlight=False)
     run(
         comparison,
         headline.METRICS,

@@ -17,6 +17,7 @@ from rl_plugins.lab.demo import settings
 
 REWARDS = ("points", "mark")
 WEIGHTS, TUNED = (1.0, 1.0), (0.01, 1.0)
+SECONDS = 35  # of a run, two at a time, measured
 CONTROL = Variant("grpo_weighted", (), ("--reward_weights", *(f"{w:g}" for w in TUNED)))
 VARIANTS = (Variant("grpo", ()), Variant("gdpo", ("gdpo",)), CONTROL)
 METRICS = ["eval_rewards/mark/mean", "eval_rewards/points/mean", "rewards/mark/mean", "rewards/points/mean"]
