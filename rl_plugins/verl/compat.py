@@ -35,6 +35,12 @@ PINNED: tuple[Pinned, ...] = (
     Pinned(_TRAINER, "_balance_batch", _BATCH, "rewards are there, log-probs are not yet: `rewards`, `select`"),
     Pinned(_TRAINER, "_compute_old_log_prob", _BATCH, "log-probs of tokens nobody sampled"),
     Pinned(f"{_V1}.trainer_separate_async:PPOTrainerSeparateAsync", "_compute_old_log_prob", _BATCH, "the same"),
+    Pinned(
+        "verl.workers.engine_workers:ActorRolloutRefWorker",
+        "ref_worker_cls",
+        None,
+        "replaced: it loads the model of a teacher",
+    ),
     Pinned(_TRAINER, "_compute_advantage", _BATCH, "`advantages`, `shape`, `observe`"),
     Pinned(_TRAINER, "get_llm_client", (), "versions of tokens"),
     Pinned(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -394,26 +394,19 @@ class MethodsTrainer(host.Trainer):
             self._by_generating_weights(batch, self._selected)
         if self._selected is not None:
             complete_rollout_logprobs(batch, self._selected.unknown, metrics)
-            if "teacher_logprobs" in self.methods.token_columns and self.methods.teacher is None:
-                self._read_by_teacher(batch, self._selected, self.actor_rollout_wg.compute_log_prob)
         return batch
 
-    def _compute_ref_log_prob(self, batch: host.Batch, metrics: dict[str, Any]) -> host.Batch:
-        batch = super()._compute_ref_log_prob(batch, metrics)
-        if self.methods.teacher is not None and self._selected is not None:
-            self._read_by_teacher(batch, self._selected, self.ref_policy_wg.compute_ref_log_prob)
-        return batch
-
-    def _read_by_teacher(self, batch: host.Batch, selected: Selected, compute: Callable[[host.Batch], Any]) -> None:
+    def _read_by_teacher(self, batch: host.Batch, selected: Selected) -> None:
+        itself = self.methods.teacher is None  # another model stands in the place of the reference
         if selected.teacher is None:  # each under its own prompt: that pass was made
-            name = "old_log_probs" if self.methods.teacher is None else "ref_log_prob"
+            name = "old_log_probs" if itself else "ref_log_prob"
             put(batch, {TOKEN_COLUMNS["teacher_logprobs"]: fetch(batch, [name])[name]})
             return
         read_by_teacher(
             batch,
             selected.teacher,
             lambda prompt: self._chat.prompt(messages_of(prompt)),
-            compute,
+            self.actor_rollout_wg.compute_log_prob if itself else self.ref_policy_wg.compute_ref_log_prob,
             float(self.config.actor_rollout_ref.rollout.temperature),
             logprob_multiple(self.config, self._ranks, self.use_reference_policy),
         )
@@ -432,6 +425,8 @@ class MethodsTrainer(host.Trainer):
             )
 
     def _compute_advantage(self, batch: host.Batch, metrics: dict[str, Any]) -> host.Batch:
+        if self._selected is not None and "teacher_logprobs" in self.methods.token_columns:
+            self._read_by_teacher(batch, self._selected)
         batch = super()._compute_advantage(batch, metrics)
         if self._selected is None:
             self.costs.rows_trained_total += sum(not is_padding(tag) for tag in batch.tags)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,14 +37,9 @@ def with_columns(trainer: Trainer, scored: ScoredWork, out: HostBatch) -> tuple[
     if wanted & {"entropies", "sum_squared_probs"} or (
         ("old_logprobs" in wanted or sampled) and "old_per_token_logps" not in out
     ):
-        with torch.no_grad(), head_output(t, "sum_squared_probs" in wanted, seen):
-            logprobs, entropies, _ = t._get_per_token_logps_and_entropies(
-                t.model,
-                *model_input(out),
-                batch_size=t.args.per_device_train_batch_size,
-                compute_entropy="entropies" in wanted,
-                **more_model_input(out),
-            )
+        with head_output(t, "sum_squared_probs" in wanted, seen):
+            more = {"compute_entropy": "entropies" in wanted, **more_model_input(out)}
+            logprobs, entropies = logprobs_of(t, t.model, out, **more)
         out.setdefault("old_per_token_logps", logprobs)
     if "rollout_logprobs" in wanted:
         out["rlp_rollout_logprobs"] = rollout_logprobs(scored.work, out)
@@ -55,6 +51,16 @@ def with_columns(trainer: Trainer, scored: ScoredWork, out: HostBatch) -> tuple[
         "sum_squared_probs": torch.cat(seen)[:, -out["completion_ids"].size(1) :].exp() if seen else None,
     }
     return out, {name: c for name, c in found.items() if name in wanted and c is not None}
+
+
+def logprobs_of(trainer: Trainer, model: Any, batch: HostBatch, **more: Any) -> tuple[Tensor, Tensor | None]:
+    """(rows, time) log-probs of the completions by a model, as TRL takes them, and entropies if they are asked for."""
+    size = trainer.args.per_device_train_batch_size
+    with torch.no_grad():
+        logprobs, entropies, _ = trainer._get_per_token_logps_and_entropies(
+            model, *model_input(batch), batch_size=size, **more
+        )
+    return logprobs, entropies
 
 
 def rollout_logprobs(work: Work, out: HostBatch) -> Tensor:

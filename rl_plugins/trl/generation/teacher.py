@@ -10,9 +10,10 @@ from torch import Tensor
 from rl_plugins.runtime.chat import check_teacher
 from rl_plugins.runtime.decide import Selection, select_rows, teacher_prompts
 from rl_plugins.runtime.ranks import on_driver_for_each, to_driver
+from rl_plugins.trl.generation.columns import logprobs_of
 from rl_plugins.trl.generation.rows import collect, rollouts_of
 from rl_plugins.trl.generation.work import ScoredWork
-from rl_plugins.trl.host import HostBatch, Trainer, model_input, tokenizer_of
+from rl_plugins.trl.host import HostBatch, Trainer, tokenizer_of
 
 
 def select_for_teacher(
@@ -58,12 +59,7 @@ def teacher_logprobs(trainer: Trainer, out: HostBatch, prompts: list[Any] | None
         mask = [[0] * (width - len(row)) + [1] * len(row) for row in ids]
         made = {"prompt_ids": torch.tensor(left), "prompt_mask": torch.tensor(mask)}
         batch = {**out, **{name: x.to(completion.device) for name, x in made.items()}}
-    with torch.no_grad():
-        logprobs, _, _ = t._get_per_token_logps_and_entropies(
-            t.model if t.teacher is None else t.teacher,
-            *model_input(batch),
-            batch_size=t.args.per_device_train_batch_size,
-        )
+    logprobs, _ = logprobs_of(t, t.model if t.teacher is None else t.teacher, batch)
     if prompts is None:
         return logprobs
     read = torch.tensor([p is not None for p in prompts], device=completion.device)

@@ -20,6 +20,7 @@ from rl_plugins.core.rollouts import Rows, Terms
 from rl_plugins.runtime import update
 from rl_plugins.runtime.ranks import gather
 from rl_plugins.trl.capabilities import ROW_LOSSES
+from rl_plugins.trl.generation.columns import logprobs_of
 from rl_plugins.trl.host import (
     NEWEST_VERSION,
     PUBLISHED,
@@ -30,7 +31,6 @@ from rl_plugins.trl.host import (
     HostBatch,
     Trainer,
     loss_mask,
-    model_input,
     more_model_input,
 )
 
@@ -134,11 +134,7 @@ def _rows_of(trainer: Trainer, window: Sequence[HostBatch]) -> Rows:
     def current(batch: HostBatch) -> Tensor | None:
         if "current_logprobs" not in trainer.methods.needs:
             return None
-        with torch.no_grad():
-            values = trainer._get_per_token_logps_and_entropies(
-                trainer.model, *model_input(batch), **more_model_input(batch)
-            )
-        return values[0]
+        return logprobs_of(trainer, trainer.model, batch, **more_model_input(batch))[0]
 
     def summed(of: Callable[[HostBatch], Tensor | None]) -> Tensor | None:
         values = [(m, v) for m, b in zip(masks, window, strict=True) if (v := of(b)) is not None]

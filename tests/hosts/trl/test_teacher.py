@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from harness import make, policy, stub_sampling
+from harness import make, policy, score, stub_sampling, weights
 from messages import raises
 from transformers import AutoModelForCausalLM
 
@@ -91,3 +91,15 @@ def test_a_teacher_of_another_tokenizer_is_refused(tmp_path):
     (teacher / "tokenizer.json").write_text(text)
     with raises(ConfigError, "2 tokens of the policy have other ids"):
         make(tmp_path, ["opd"], max_steps=1, method_params={"opd": {"teacher": str(teacher)}})
+
+
+@pytest.mark.parametrize(("name", "params"), [("opsd", {"template": "={answer}"}), ("sdpo", {"success": 0.8})])
+def test_the_policy_teaches_itself(tmp_path, name, params):
+    """A step moves the policy; every row has a solution, and not every group a right answer."""
+    t = make(tmp_path, [name], max_steps=1, method_params={name: params}, reward=score)
+    before = weights(t)
+    with stub_sampling():
+        t.train()
+    (logged,) = (h for h in t.state.log_history if f"{name}/kl" in h)
+    assert logged[f"{name}/taught"] == 1 if name == "opsd" else 0 < logged[f"{name}/taught"] < 1
+    assert logged[f"{name}/kl"] != 0 and not torch.equal(before, weights(t)) and bool(weights(t).isfinite().all())

@@ -70,7 +70,8 @@ def test_nobody_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checked(*overrides: str, **teacher_of: Any) -> dict[str, Any]:
-    config = compose(["+rl_plugins.methods=[opd]", *overrides])
+    grpo = ("algorithm.adv_estimator=grpo", "trainer.v1.trainer_mode=rl_plugins_sync")
+    config = compose(["+rl_plugins.methods=[opd]", *grpo, *overrides])
     settings = read_settings(config)
     assert settings is not None
     return capabilities.check(build_stack(["opd"], {"opd": teacher_of}), settings, config)
@@ -78,9 +79,9 @@ def checked(*overrides: str, **teacher_of: Any) -> dict[str, Any]:
 
 def test_the_model_takes_the_place_of_the_reference() -> None:
     actor = "actor_rollout_ref.actor"
-    options = checked("trainer.v1.trainer_mode=rl_plugins_sync", teacher="a/b")
+    options = checked(teacher="a/b")
     assert options == {f"{actor}.use_kl_loss": True, f"{actor}.kl_loss_coef": 0.0}
-    again = checked(*(f"{k}={v}" for k, v in options.items()), "trainer.v1.trainer_mode=rl_plugins_sync", teacher="a/b")
+    again = checked(*(f"{k}={v}" for k, v in options.items()), teacher="a/b")
     assert again == options
     for taken in (
         f"{actor}.use_kl_loss=True",
@@ -88,7 +89,7 @@ def test_the_model_takes_the_place_of_the_reference() -> None:
         "actor_rollout_ref.model.lora_rank=8",
     ):
         with raises(ConfigError, "has the teacher a/b, for which verl has one model beside the policy"):
-            checked(taken, "trainer.v1.trainer_mode=rl_plugins_sync", teacher="a/b")
+            checked(taken, teacher="a/b")
 
 
 def test_the_worker_of_the_reference_loads_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
