@@ -541,14 +541,15 @@ def test_several_nodes_are_told_to_be_equal():
 
 
 def test_hosts_are_those_whose_check_a_method_can_pass():
-    """A run with everything a method may want: it passes where `list` names verl."""
-    actor = ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.ppo_epochs=2"]
-    rollout = ["actor_rollout_ref.rollout.name=hf_cpu", "actor_rollout_ref.rollout.n=8"]
+    """A run with everything a method may want: it passes where `list` names verl, and in an asynchronous mode where
+    `info` names those."""
+    mode = "trainer.v1.trainer_mode=rl_plugins_colocate_async"
     run = [line for line in RUN[:6] if not line.startswith("actor_rollout_ref.rollout.n=")]
-    run.append("data.max_response_length=1024")
-    config = compose([*run, *actor, *rollout])
-    ahead = compose([*run, *actor, *rollout, "trainer.v1.trainer_mode=rl_plugins_colocate_async"])
-    queued = compose([*RUN[:6], "trainer.v1.trainer_mode=rl_plugins_colocate_async"])
+    run += ["data.max_response_length=1024", "actor_rollout_ref.actor.ppo_epochs=2"]
+    run += ["actor_rollout_ref.rollout.name=hf_cpu", "actor_rollout_ref.rollout.n=8"]
+    penalty = {kl: f"actor_rollout_ref.actor.use_kl_loss={kl}" for kl in (True, False)}  # its model may be a teacher's
+    configs = {kl: (compose([*run, p]), compose([*run, p, mode])) for kl, p in penalty.items()}
+    queued = compose([*RUN[:6], mode])
     for name in registry.all_names():
         found = registry.load(name)
         if isinstance(found, Bundle) or "verl" not in catalog.hosts_of(found):
@@ -556,6 +557,7 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
         beside = ("turn_control",) if {"turn_limits", "redundancy"} & catalog.example_of(found).needs else ()
         params = {n: dict(card_file(n).example_params) for n in (*beside, name)}
         settings = Settings((*beside, name), params, rewards={"correctness": 1.0, "format": 0.5})
+        config, ahead = configs[settings.stack().teacher is None]
         capabilities.check(settings.stack(), settings, queued if "admit" in found.claims() else config)
         try:
             capabilities.check(settings.stack(), settings, ahead)

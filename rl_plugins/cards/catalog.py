@@ -15,6 +15,7 @@ from rl_plugins.cards.standing import Standing, standing_of
 from rl_plugins.core.errors import RLPluginsError
 from rl_plugins.core.method import HOOKS, SIGNALS, Bundle, Method
 from rl_plugins.diffusion.served import NO_HOOKS, NO_SIGNALS
+from rl_plugins.kit.masked.options import MASKED_OPTIONS
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.card_file import CardFile, card_file
 
@@ -27,11 +28,13 @@ class ServedByHost:
         hooks: hooks it serves in training.
         eval_hooks: hooks it serves in evaluation.
         missing: kinds of signals that no run of it has.
+        lacks: options that methods set, and that it does not have.
     """
 
     hooks: Collection[str]
     eval_hooks: Collection[str] = ()
     missing: Collection[str] = ()
+    lacks: Collection[str] = ()
 
 
 OURS = "rl-plugins"  # the distribution of built-in methods
@@ -57,6 +60,7 @@ MODES = {
             "sum_squared_probs",
             "token_versions",
         },
+        lacks={"loss_type", "num_iterations", "steps_per_generation", *MASKED_OPTIONS},
     ),
     "verl's asynchronous modes": ServedByHost(hooks=set(HOOKS), missing={"whole_batches", "engine"}),
 }
@@ -284,16 +288,22 @@ def hosts_of(cls: type[Method]) -> list[str]:
 def modes_of(cls: type[Method]) -> list[str]:
     """The asynchronous modes that can serve this class with its default parameters."""
     made, hosts = example_of(cls), hosts_of(cls)
-    signals = {signal.partition(":")[0] for signal in made.needs}
-    regular = not made.decides_rollouts and made.rows_per_rollout == 1  # verl's buffer counts groups of one size
+    signals, claims = {signal.partition(":")[0] for signal in made.needs}, set(cls.claims())
+    if made.rounds:
+        return []
+    # TRL's loss there weighs the policy that sampled; verl's buffer counts groups of one size.
+    apart = {
+        "trl": made.corrects_sampling and "policy_loss" not in claims,
+        "verl": made.decides_rollouts or made.rows_per_rollout > 1,
+    }
     return [
         name
-        for name, mode in MODES.items()
-        if name.split("'")[0].lower() in hosts
-        and not made.rounds
-        and set(cls.claims()) <= set(mode.hooks)
+        for (name, mode), host in zip(MODES.items(), ("trl", "verl"), strict=True)
+        if host in hosts
+        and not apart[host]
+        and claims <= set(mode.hooks)
         and not signals & set(mode.missing)
-        and (regular or not name.startswith("verl"))
+        and not set(made.host_options.get(host, ())) & set(mode.lacks)
     ]
 
 
