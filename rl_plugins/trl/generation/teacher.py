@@ -74,13 +74,13 @@ def load_teacher(trainer: Trainer, name: str) -> Any:
     """
     from trl.trainer import grpo_trainer as host
 
-    args, own = trainer.args, trainer.model.config
+    args = trainer.args
     check_teacher(tokenizer_of(trainer), name, trust_remote_code=args.trust_remote_code)
-    options = dict(args.model_init_kwargs or {})
+    defaults = {"trust_remote_code": args.trust_remote_code, "dtype": trainer.model.dtype}
+    options = {**defaults, **(args.model_init_kwargs or {})}
     if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
         options["device_map"] = None
-    defaults = {"dtype": trainer.model.dtype, "attn_implementation": own._attn_implementation}
-    model = host.create_model_from_path(name, **{"trust_remote_code": args.trust_remote_code, **defaults, **options})
+    model = host.create_model_from_path(name, **options)
     host.disable_dropout_in_model(model)
     host.add_fused_lm_head(model, temperature=trainer.temperature, cast_lm_head_to_fp32=args.cast_lm_head_to_fp32)
     if trainer.is_deepspeed_enabled:
