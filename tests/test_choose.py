@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,14 @@ def test_the_short_page_shows_every_method_under_its_problems():
     for name, card in CARDS.items():
         for key in card.found.problems:
             assert f"[`{name}`](methods.md#{name})" in sections[PROBLEMS[key].title], name
+
+
+def test_a_problem_fits_a_screen():
+    """40 lines of 120 characters, as they are shown: without the addresses of links."""
+    shown = re.sub(r"\]\([^)]*\)", "]", choose.index())
+    for section in re.split(r"^## ", shown, flags=re.M)[1:]:
+        lines = [part for line in section.splitlines() for part in textwrap.wrap(line, 120) or [""]]
+        assert len(lines) <= 40, (lines[0], len(lines))
 
 
 def test_the_page_of_the_site_shows_every_method_under_its_problems():

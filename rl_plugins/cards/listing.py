@@ -36,10 +36,12 @@ def print_list(as_json: bool = False, hooks: bool = False) -> None:
         for e in broken:
             print(f"  {e.name}: {e.problem}")
         print()
-    print("Use: `methods: [name, name]` in the config of a run. `rl-plugins info NAME` explains one.")
+    print("Use: `methods: [name, name]` in the config of a run.")
+    print("`rl-plugins info NAME` explains one.")
     print(f"For supervised trainers, outside of `methods`: {', '.join(LOSSES)}. See docs/supervised.md.")
     if not hooks:
-        print("`rl-plugins suggest` finds the methods for your run. `rl-plugins list --hooks` shows what each changes.")
+        print("`rl-plugins suggest` finds the methods for your run.")
+        print("`rl-plugins list --hooks` shows what each changes.")
 
 
 def _by_problem(found: Sequence[Entry]) -> None:

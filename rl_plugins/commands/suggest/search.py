@@ -23,7 +23,7 @@ PHRASE, SENTENCE = 1.0, 0.5  # weights of a row that is a name or a phrase of us
 NO_MEANING = frozenset(
     """
     a about after also am an and any are as at be because been but by can could did do does doing don for from get
-    gets getting give given got had has have having how i if in into is isn it its just make me mine my of or our
+    gets getting give given got had has have having how i if in into is isn it its just make me mine my of on or our
     see seem seems should so some than that the their them then there these they thing this to too try trying us
     use used using very want was we were what when where which while who why will with would you your
     """.split()  # noqa: SIM905
@@ -106,11 +106,13 @@ def _joined(name: str) -> str:
 
 def _asked(sentence: str, known: frozenset[str]) -> str:
     """The sentence as a query: any of its words, and any two that follow each other, as a phrase or as one name. A word
-    that is not known is taken for the nearest one that is."""
+    that is not known is taken for one of the same letters, or for the nearest one that is."""
     words: list[str] = []
     for word in _words(sentence):
         if word not in NO_MEANING:
-            near = [] if len(word) < 4 or word in known else nearest(word, known, 0.85)
+            near = []
+            if len(word) >= 4 and word not in known:
+                near = [w for w in known if sorted(w) == sorted(word)] or nearest(word, known, 0.85)
             words.append(*near[:1] or [word])
     pairs = [text for a, b in pairwise(words) for text in (f"{a} {b}", a + b)]
     return " OR ".join(f'"{phrase}"' for phrase in dict.fromkeys([*words, *pairs]))
