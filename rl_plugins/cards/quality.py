@@ -57,10 +57,10 @@ def trained(told: Mapping[str, Any]) -> str:
     """What a run of many steps gave."""
     mean, low, high = told["reward"]
     said = f"after training a mean reward of {mean:.3f} ({low:.3f} to {high:.3f})"
-    others = {"GRPO": told["difference"]} if "difference" in told else {}
-    others |= {f"{name}, at equal rollouts,": apart for name, apart in told.get("at_equal_rollouts", {}).items()}
+    others = {"to GRPO": told["difference"]} if "difference" in told else {}
+    others |= {f"to `{name}` at equal rollouts": apart for name, apart in told.get("at_equal_rollouts", {}).items()}
     for name, (mean, low, high) in others.items():
-        said += f", {mean:+.3f} to {name} ({low:+.3f} to {high:+.3f})"
+        said += f", {mean:+.3f} {name} ({low:+.3f} to {high:+.3f})"
     return said
 
 

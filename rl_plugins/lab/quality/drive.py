@@ -45,6 +45,7 @@ class QualityVariant:
         old: policy of the old log-probs; none: that of the world. "trained" makes every ratio of the loss 1.
         tis: the host weights tokens by the truncated ratio to the policy that sampled.
         warm: epochs before the measurement, for methods that remember prompts.
+        times, longer: in training, as many times the rollouts of a step, and as many times the steps.
     """
 
     label: str
@@ -55,6 +56,8 @@ class QualityVariant:
     old: Literal["trained", "sampled"] | None = None
     tis: bool = False
     warm: float = 0
+    times: int = 1
+    longer: int = 1
 
 
 @dataclass(frozen=True)

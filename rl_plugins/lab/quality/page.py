@@ -51,7 +51,7 @@ def _training(world: str, trainings: Sequence[Mapping[str, Any]]) -> str:
         f"Each variant has the best of {len(RATES)} rates ({', '.join(map(str, RATES))}) by {CHOOSING} seeds; the "
         f"figures are exact mean rewards after the last step, of {MEASURED} other seeds.",
         "",
-        "| variant | rate | reward | difference to GRPO | rollouts a step |",
+        f"| variant | rate | reward | difference to GRPO | rollouts of the run / {STEPS} |",
         "|---|---|---|---|---|",
     ]
     for t in sorted((t for t in trainings if t["world"] == world), key=lambda t: -t["reward"][0]):

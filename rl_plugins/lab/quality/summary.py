@@ -73,11 +73,18 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
 
 
 def _training(record: Record, beside: Mapping[str, Record]) -> dict[str, Any]:
-    """Of a run of many steps: the reward it reaches, and the difference to GRPO by seed."""
+    """Of a run of many steps: the reward it reaches, and the difference to GRPO by seed; also to GRPO that generates as
+    many rollouts in a step, where there is such a run."""
     told = {k: record[k] for k in ("world", "variant", "methods", "rate", "generated")}
     told["reward"] = over_seeds(record["rewards"])
     if BASELINE in beside:
         told["difference"] = over_seeds(np.subtract(record["rewards"], beside[BASELINE]["rewards"]))
+        more = [r for r in beside.values() if not r["methods"] and r["generated"] > beside[BASELINE]["generated"]]
+        told["at_equal_rollouts"] = {
+            other["variant"]: over_seeds(np.subtract(record["rewards"], other["rewards"]))
+            for other in (more if record["methods"] else ())
+            if abs(other["generated"] / record["generated"] - 1) < 0.1
+        }
     return told
 
 

@@ -34,7 +34,8 @@ def trained(world: Chain, variant: QualityVariant, rollouts: int) -> dict[str, A
     """The learning rate with the largest mean of some seeds, and the mean reward that other seeds reach with it."""
 
     def ends(rate: float, seeds: Sequence[int]) -> NDArray[np.float64]:
-        return np.array([train(world, variant, rate, seed, STEPS, rollouts) for seed in seeds])
+        steps, each = variant.longer * STEPS, variant.times * rollouts
+        return np.array([train(world, variant, rate, seed, steps, each) for seed in seeds])
 
     tried = [float(ends(rate, range(CHOOSING))[:, 0].mean()) for rate in RATES]
     rate = RATES[int(np.argmax(tried))]
@@ -43,7 +44,7 @@ def trained(world: Chain, variant: QualityVariant, rollouts: int) -> dict[str, A
         "rate": rate,
         "tried": [round(x, 4) for x in tried],
         "rewards": [round(x, 4) for x in rewards.tolist()],
-        "generated": round(float(generated.mean()), 1),
+        "generated": round(variant.longer * float(generated.mean()), 1),
     }
 
 

@@ -180,6 +180,7 @@ TRAINING: Mapping[str, list[QualityVariant]] = {  # of many steps
     "curriculum": [
         QualityVariant(BASELINE),
         QualityVariant("grpo, twice the prompts", times=2),
+        QualityVariant("grpo, twice the steps", longer=2),
         _one("vade"),
         _one("difficulty_slices"),
         _one("linear_ts", column="domain", draws=4),
