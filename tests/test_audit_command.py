@@ -53,8 +53,8 @@ def test_the_example_of_trl_has_no_critical_finding_and_a_planted_error_has_one(
     assert report["findings"][0]["kind"] == "inverted" and report["findings"][0]["rows"] == unique
     page = (laptop / "bug" / "report.html").read_text()
     assert "task = &#x27;unique&#x27;" in page and "<script" not in page and "<h2 class=critical>" in page
-    text = audit(*words, "--max-rows", "50", "--seed", "3", status=1)
-    assert "rows looked at          50" in text
+    told = json.loads(audit(*words, "--max-rows", "50", "--seed", "3", "--json", status=1))
+    assert told["facts"]["rows looked at"] == 50 and told["findings"][0]["kind"] == "inverted"
 
 
 def test_the_reward_functions_of_the_examples_for_verl(tmp_path):

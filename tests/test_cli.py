@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import os
 import re
@@ -34,6 +35,7 @@ from rl_plugins.commands import cli
 from rl_plugins.commands.cli import app
 from rl_plugins.core.errors import ConfigError, did_you_mean
 from rl_plugins.core.method import HOOKS, SIGNALS, Bundle, Method
+from rl_plugins.core.params import describe_params
 from rl_plugins.lab import pages
 from rl_plugins.lab.pages import class_index
 from rl_plugins.runtime import registry, report, tested
@@ -86,7 +88,7 @@ def test_help_and_what_helps_to_choose_load_no_framework():
         f"loaded(['--help'], *([c, '--help'] for c in {COMMANDS}))\n"
         "loaded(['list'], ['list', '--hooks'], ['suggest', '--for', 'equal rewards'])\n"
         "loaded(['info', 'reward_audit'], ['info', 'mdlm'])\n"
-        "loaded(['info', 'epo'], ['info', 'v0_5'])\n"  # their constructors ask torch for something
+        "loaded(['info', 'epo'], ['info', 'v0_5'], ['info', 'otr'])\n"  # their constructors ask torch for something
     )
     done = process("-c", code)
     found = [line for line in done.stdout.splitlines() if line.startswith("loaded")]
@@ -102,6 +104,18 @@ def test_an_error_is_one_paragraph_and_status_2():
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_version_completion_and_the_module():
+    told = process("-m", "rl_plugins", "--version")
+    assert told.stdout == f"rl-plugins {importlib.metadata.version('rl-plugins')}\n", told.stderr
+    assert "_RL_PLUGINS_COMPLETE" in process("-m", "rl_plugins", "--show-completion", "bash").stdout
+    begun = {"_RL_PLUGINS_COMPLETE": "complete_bash", "COMP_WORDS": "rl-plugins info gdp", "COMP_CWORD": "2"}
+    assert CliRunner().invoke(app, prog_name="rl-plugins", env=begun).stdout.split() == ["gdpo"]
+
+
+def test_the_nearest_name_comes_first():
+    assert did_you_mean("gpdo", ["gfpo", "hgpo", "gdpo"]).startswith(" Did you mean `gdpo`")
+
+
 # ---- list and info
 
 
@@ -114,6 +128,44 @@ def test_list_shows_every_method(view, plugins):
     broken = text[text.index("Cannot be used") :]
     assert "No module named 'a_module_that_does_not_exist'" in broken and "dummy_misfit" in broken
     assert "mc_grpo: The method name `mc_grpo` has 2 origins" in broken
+
+
+def test_json_of_info():
+    for name in ("vade", "mdlm", "otr"):
+        told = json.loads(rl_plugins("info", name, "--json"))
+        assert told.pop("name") == name
+        printed = rl_plugins("info", name)
+        assert all(f"\n{title}\n  {text.splitlines()[0].strip()}" in printed for title, text in told.items() if text)
+
+
+def test_the_schema_knows_every_method_and_parameter():
+    """Configs that `info` shows fit it; a wrong name, parameter or value does not."""
+    schema = json.loads(rl_plugins("schema"))
+    params = schema["properties"]["method_params"]["anyOf"][0]["properties"]
+    for card in catalog.cards():
+        if not isinstance(card.found, Bundle):
+            assert set(params[card.name]["properties"]) == {row["name"] for row in describe_params(card.found.Params)}
+    assert params["vade"]["properties"]["selected_decay"] | {"description": ""} == {
+        "description": "",
+        "type": "number",
+        "minimum": 0,
+        "maximum": 1,
+    }
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.Draft202012Validator.check_schema(schema)
+    fits = jsonschema.Draft202012Validator(schema).is_valid
+    for card in catalog.cards():
+        assert fits(yaml.safe_load(usage_of(card.found).yaml())), card.name
+    assert fits({"methods": ["echo", "-echo_tree"], "learning_rate": 1e-6})
+    assert not fits({"methods": ["gpdo"]})
+    assert not fits({"method_params": {"vade": {"selected_decay": 2}}})
+    assert not fits({"method_params": {"vade": {"decay": 0.5}}})
+
+
+@pytest.mark.parametrize("view", [(), ("--hooks",)])
+def test_the_list_fits_80_columns(view, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, rl_plugins("list", *view).splitlines())) <= 80
 
 
 @pytest.mark.parametrize("width", [100, 140])
@@ -657,8 +709,9 @@ def test_doctor_with_methods_only():
     text = rl_plugins("doctor", "--methods", "vade", "mc_grpo", "--method_params", '{"mc_grpo": {"mad_eps": 0.5}}')
     assert re.search(r"^  mc_grpo +plan, advantages, shape +scale=mad, mad_eps=0.5", text, re.M)
     assert "vade needs: a stable dataset row" in text
-    text = rl_plugins("doctor", "--methods", "gdpo,mc_grpo", status=1)
-    assert "both decide `advantages`" in text
+    told = json.loads(rl_plugins("doctor", "--methods", "gdpo,mc_grpo", "--json", status=1))
+    assert len(told["problems"]) == 1 and "both decide `advantages`" in told["problems"][0]
+    assert "Versions" in told["report"] and told["untested"] == []
 
 
 def test_doctor_shows_the_plan_of_a_run(run):
