@@ -162,11 +162,12 @@ def table() -> str:
     return "\n".join(lines) + decided
 
 
-def write_on_page(maker: str, text: str) -> None:
-    """Puts a text between the marks of who made it."""
+def write_on_page(maker: str, text: str, name: str = PAGE.name) -> None:
+    """Puts a text between the marks of who made it, in a page of docs/."""
+    page = PAGE.with_name(name)
     begin, end = (f"<!-- made by benchmarks/{maker}: {mark} -->" for mark in ("begin", "end"))
-    before, rest = PAGE.read_text().split(begin)
-    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
+    before, rest = page.read_text().split(begin)
+    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
 
 
 def main() -> None:

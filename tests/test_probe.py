@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import re
+import shutil
+import signal
+from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from messages import raises
@@ -201,21 +207,36 @@ def test_a_batch_of_sketches_is_that_of_single_passes_and_keeps_cosines(lora):
 
 def test_a_pool_that_was_killed_goes_on_and_is_answered(tmp_path, monkeypatch):
     from rl_plugins.lab.demo.trl_data import write
+    from rl_plugins.lab.probe import pool as pools
     from rl_plugins.lab.probe.pool import PoolPlan, RunPool
+    from rl_plugins.lab.probe.runs import ProbedRun
 
     monkeypatch.setattr(answers, "BATCHES", 2)
-    argv = ["--config", str(write(tmp_path)), "--per_device_train_batch_size", "8"]
+    words = [str(write(tmp_path)), "--per_device_train_batch_size", "8"]
     plan = PoolPlan(prompts=16, rollouts=4, accuracy=0.2, solved_by="exact")
-    whole = RunPool(argv, plan, tmp_path / "whole")
+    run = ProbedRun.of(words)
+    cut = RunPool(run, plan, tmp_path / "cut")
+    child = os.fork()
+    if not child:
+        written = []
+
+        def killed(table, file, **options):
+            """The sixth file is half of one."""
+            pq.write_table(table, file, **options)
+            written.append(file)
+            if len(written) == 6:
+                os.truncate(file, os.path.getsize(file) // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        pools.pq = SimpleNamespace(write_table=killed)
+        try:
+            cut.draw()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    whole = RunPool(run, plan, tmp_path / "whole")
     whole.draw()
 
-    def killed(missing):
-        yield from missing[:5]
-        raise KeyboardInterrupt
-
-    cut = RunPool(argv, plan, tmp_path / "cut")
-    with pytest.raises(KeyboardInterrupt):
-        cut.draw(killed)
     drawn, seen = len(cut.missing), []
     cut.draw(lambda missing: seen.extend(missing) or missing)
     assert drawn == len(seen) == 11 and not cut.missing
@@ -230,18 +251,110 @@ def test_a_pool_that_was_killed_goes_on_and_is_answered(tmp_path, monkeypatch):
     for texts, scores in zip(one.said, one.score, strict=True):
         assert len({*texts}) == len(np.unique(scores, axis=0))
 
-    command = ["probe", *argv[1:], "--prompts", "16", "--rollouts", "4", "--accuracy", "0.2", "--solved-by", "exact"]
-    command += ["--out", str(tmp_path / "cut"), "--methods", "variance_filter", "--methods", "gigpo"]
+    command = ["probe", *words, "--prompts", "16", "--rollouts", "4", "--accuracy", "0.2", "--solved-by", "exact"]
+    command += ["--out", str(tmp_path / "cut"), "--methods", "gdpo", "--methods", "gigpo"]
     plan_text = CliRunner().invoke(app, [*command, "--dry-run"]).stdout
     assert "0 of 16 prompts" in plan_text and "8 rollouts, 4 per prompt" in plan_text and "gigpo" in plan_text
-    result = CliRunner().invoke(app, [*command, "--json"])
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    later = shutil.copytree(tmp_path / "policy", tmp_path / "later")
+    told = CliRunner().invoke(app, [*command, "--checkpoints", str(later)])
+    assert told.exit_code == 0, told.output
+    found, same = (json.loads((tmp_path / "cut" / name).read_text()) for name in ("probe.json", "1-later/probe.json"))
     assert found["targets"] == ["reward", "exact", "digits", "careful", "pass@1", "pass@3"]
     assert found["lines"][0]["verdict"].keys() == set(found["targets"]) and "turns" in found["lines"][-1]["why_not"]
-    assert "For pass@3, at 8 rollouts a batch:" in CliRunner().invoke(app, command).stdout
+    assert "For pass@3, at 8 rollouts a batch:" in told.stdout
+    assert same == found and re.search(r"^rank correlation +1\.00", told.stdout, re.M)
     other_model = CliRunner().invoke(app, [*command, "--temperature", "0.7"])
     assert other_model.exit_code == 2 and "another generation" in other_model.stderr
+
+
+def test_a_checkpoint_of_an_adapter_has_the_gradients_of_that_adapter(tmp_path):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    from rl_plugins.lab.demo.trl_data import write
+    from rl_plugins.lab.probe.pool import PoolPlan, RunPool
+    from rl_plugins.lab.probe.runs import ProbedRun
+
+    run = ProbedRun.of(
+        [str(write(tmp_path)), "--use_peft", "--lora_r", "2", "--lora_target_modules", "q_proj", "v_proj"]
+    )
+    base = Qwen3ForCausalLM.from_pretrained(tmp_path / "policy")
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    get_peft_model(base, lora).save_pretrained(tmp_path / "adapter")
+    plan = PoolPlan(prompts=1, rollouts=3, accuracy=0.2)
+    first, later = RunPool(run, plan, tmp_path / "first"), RunPool(run.at(tmp_path / "adapter"), plan, tmp_path / "at")
+    for pool in (first, later):
+        pool.draw()
+    table = pq.read_table(tmp_path / "at" / "pool" / "prompt-000000.parquet")
+    base = Qwen3ForCausalLM.from_pretrained(tmp_path / "policy")
+    model = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True).eval()
+    prompt = run.sampler().encode([run.rows.dataset[first.prompts[0]]["prompt"]])["input_ids"][0].tolist()
+    want = score_sketches(model, [prompt] * 3, table["completion_ids"].to_pylist(), plan.dims)
+    np.testing.assert_allclose(later.read().score[0], want, rtol=1e-3, atol=1e-4)
+    assert np.abs(first.read().score).max() > 0  # a new adapter has gradients in its second matrices
+    with raises(ConfigError, "neither a model nor an adapter"):
+        run.at(tmp_path)
+
+
+def test_a_run_with_vllm_samples_by_trls_own_engine(tmp_path, monkeypatch):
+    """Without vLLM: a stand-in for the engine, made with TRL's own signature."""
+    from trl.generation import vllm_generation
+
+    from rl_plugins.lab.demo.trl_data import write
+    from rl_plugins.lab.probe.pool import PoolPlan, RunPool
+    from rl_plugins.lab.probe.runs import ProbedRun
+
+    class StandIn(vllm_generation.VLLMGeneration):
+        def _init_vllm(self):
+            self.calls = []
+
+        def sync_weights(self):
+            self.calls.append("weights")
+
+        def generate(self, prompts, images, num_generations, profiler=None):
+            said = self.mode, self.server_port, self.temperature, self.max_completion_length, num_generations
+            assert said == ("server", 8123, 0.9, 5, 3) and self.calls == ["weights"] and len(prompts) == 3
+            return prompts, [[7 + i, 8, 1] for i in range(3)], None, None
+
+    monkeypatch.setattr(vllm_generation, "VLLMGeneration", StandIn)
+    options = ["--use_vllm", "--vllm_mode", "server", "--vllm_server_port", "8123", "--temperature", "0.9"]
+    run = ProbedRun.of([str(write(tmp_path)), *options, "--max_completion_length", "5"])
+    pool = RunPool(run, PoolPlan(prompts=2, rollouts=3, accuracy=0.2), tmp_path / "pool")
+    pool.draw()
+    table = pq.read_table(tmp_path / "pool" / "pool" / "prompt-000001.parquet")
+    assert table["completion_ids"].to_pylist() == [[7, 8, 1], [8, 8, 1], [9, 8, 1]]
+
+
+def test_a_command_line_of_verl_is_probed(tmp_path, monkeypatch):
+    from rl_plugins.lab.demo import verl_data
+    from rl_plugins.lab.demo.policy import load_policy
+    from rl_plugins.lab.probe.runs import ProbedRun
+
+    monkeypatch.setattr(answers, "BATCHES", 2)
+    verl_data.write(tmp_path)
+    words = verl_data.overrides(tmp_path, load_policy(), tmp_path)
+    words += ["data.train_batch_size=2", "+rl_plugins.rewards.digits=1", "+rl_plugins.rewards.careful=0.5"]
+    options = [
+        "--prompts",
+        "16",
+        "--rollouts",
+        "4",
+        "--accuracy",
+        "0.2",
+        "--methods",
+        "gdpo",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    command = ["probe", *options, "--json", "--", "python", "-m", "verl.trainer.main_ppo", *words]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["rollouts"] == 8 and found["targets"] == ["reward", "digits", "careful", "pass@1", "pass@3"]
+    assert found["lines"][-1]["name"] == "gdpo" and found["lines"][-1]["ratios"].keys() | {*found["unclear"]}
+    run = ProbedRun.of([*words, "actor_rollout_ref.model.lora_rank=4", "algorithm.norm_adv_by_std_in_grpo=False"])
+    assert run.adapter.r == 4 and run.host == HostBatch(4, 8, "none", "dapo")
+    with raises(ConfigError, "adv_estimator=gae"):
+        ProbedRun.of([*words, "algorithm.adv_estimator=gae"])
 
 
 # ---- a trace
@@ -267,6 +380,6 @@ def test_a_trace_tells_signal_and_variance_without_gradients(tmp_path):
     assert "reads tokens" in lines["d3s"]["why_not"]
     table = CliRunner().invoke(app, call[:-1]).stdout
     assert "8 recorded groups of 4 rollouts, in batches of 16" in table and "- d3s: " in table
-    for words, said in ((["x.yaml", "--trace", str(tmp_path)], "Give one of them"), (["a.b=1"], "--trace RUN")):
+    for words, said in ((["x.yaml", "--trace", str(tmp_path)], "Give one of them"), (["x.yaml"], "command line")):
         refused = CliRunner().invoke(app, ["probe", *words])
         assert refused.exit_code == 2 and said in refused.stderr

@@ -15,7 +15,9 @@ def probe(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CONFIG]", help="YAML config of `trl grpo`; its options may follow.", show_default=False
+            metavar="[RUN]",
+            help="YAML config of `trl grpo`, options of it may follow; or the command line of a run of verl.",
+            show_default=False,
         ),
     ] = None,
     methods: Annotated[
@@ -35,6 +37,10 @@ def probe(
     out: Annotated[Path, typer.Option(help="Folder of the pool; a run that was cut off goes on there.")] = Path(
         "probe"
     ),
+    checkpoints: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder of a later model or adapter; may be repeated.", show_default=False),
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Run with a trace: what its rewards and groups say without gradients.")
     ] = None,
@@ -62,8 +68,12 @@ def probe(
       rl-plugins probe run.yaml --methods vade --methods gdpo --methods v0_5 --batch 1024
 
     \b
-    A later policy of the same run:
-      rl-plugins probe run.yaml --model_name_or_path out/checkpoint-200 --out probe-200
+    How far the first policy speaks for later ones of the run:
+      rl-plugins probe run.yaml --checkpoints out/checkpoint-100 --checkpoints out/checkpoint-200
+
+    \b
+    A run of verl: its data, rewards and settings; transformers draws the rollouts:
+      rl-plugins probe -- python -m verl.trainer.main_ppo data.train_files=train.parquet ...
 
     \b
     A run with `trace: true`, of TRL or verl, in seconds: groups with signal, variance of advantages:
@@ -79,13 +89,8 @@ def probe(
 
         probe_trace(console, trace, methods or [], last, as_json)
         return
-    if not words or any("=" in w and not w.startswith("-") for w in words) or not Path(words[0]).is_file():
-        raise ConfigError(
-            "Give the YAML config of a run of TRL: rl-plugins probe run.yaml. Gradients of a run of verl are not "
-            "probed; its trace (+rl_plugins.trace=true) answers what needs none: rl-plugins probe --trace RUN"
-        )
     from rl_plugins.lab.probe.pool import PoolPlan
     from rl_plugins.lab.probe.session import probe_run
 
     plan = PoolPlan(prompts, rollouts, accuracy, seed, solved_by, threshold, rows)
-    probe_run(console, ["--config", *words], methods or [], plan, k, out, batch, as_json, dry_run)
+    probe_run(console, words or [], methods or [], plan, k, out, batch, checkpoints or [], as_json, dry_run)

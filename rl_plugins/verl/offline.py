@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.rollouts import Run
@@ -25,7 +26,11 @@ def run_of_words(words: Sequence[str]) -> Run:
     Raises:
         ConfigError: an override, the data or the reward function that cannot be had.
     """
-    config = compose(read_command(words))
+    return run_of(compose(read_command(words)))
+
+
+def run_of(config: Any) -> Run:
+    """As `run_of_words`, of the whole config."""
     settings, read = read_settings(config) or Settings(()), Reader(config)
     refuse_old_keys(read)
     files = read("data.train_files")

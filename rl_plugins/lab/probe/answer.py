@@ -90,11 +90,14 @@ class ProbeAnswer:
     Attributes:
         rollouts: of a batch of the run. measured: of one that was measured; other sizes follow from it, as noise falls
             with their number.
+        reward, solved: means of the pool.
         unclear: targets for which the pool does not tell the baseline's progress from 0, so there are no ratios.
     """
 
     rollouts: int
     measured: int
+    reward: float
+    solved: float
     targets: Sequence[str]
     unclear: Sequence[str]
     lines: Sequence[Line]
@@ -193,7 +196,8 @@ def answer(
     targets = list(base.crossed.along)
     unclear = [t for t in targets if along(base.crossed, t, range(FOLDS)).low <= 0]
     lines = [_line(c, base, folds, rollouts, host.rollouts, unclear, k, seed) for c in track(candidates)]
-    return ProbeAnswer(host.rollouts, rollouts, targets, unclear, lines)
+    reward, solved = float((pool.rewards @ pool.reward_weights).mean()), float(pool.right.mean())
+    return ProbeAnswer(host.rollouts, rollouts, reward, solved, targets, unclear, lines)
 
 
 def _line(

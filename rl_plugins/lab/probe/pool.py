@@ -1,4 +1,4 @@
-"""The rollouts of a run of TRL with their rewards and sketched score functions, drawn once and kept as Parquet."""
+"""The rollouts of a run with their rewards and sketched score functions, drawn once and kept as Parquet."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.files import claim_for, parquet_of, whole
 from rl_plugins.core.rollouts import RewardFunction
-from rl_plugins.lab.probe.candidates import HostBatch
+from rl_plugins.lab.probe.runs import POLICY, ProbedRun, vllm_of
 from rl_plugins.tools.gradient_quality.pools import RolloutPool
-from rl_plugins.trl.commands.head_samples import Sampler, SamplingRun
-from rl_plugins.trl.commands.heads import peft_config_of
+from rl_plugins.trl.commands.head_samples import Sampler
 
-VERSION = 1  # of the files
+VERSION = 2  # of the files
 
 
 @dataclass(frozen=True)
@@ -52,31 +50,19 @@ class PoolPlan:
 class RunPool:
     """The pool of a run in a folder.
 
-    Args:
-        argv: arguments of `rl-plugins trl grpo`.
-
     Raises:
-        ConfigError: what the run names cannot be had.
+        ConfigError: a reward function cannot be called here, or there is no data.
     """
 
-    def __init__(self, argv: Sequence[str], plan: PoolPlan, out: Path) -> None:
-        self.sampling = SamplingRun.of_arguments(argv)
-        self.plan, self.out = plan, out
-        self.known, run = self.sampling.offline.known, self.sampling.run
-        for name, why in run.unreachable_rewards:
+    def __init__(self, run: ProbedRun, plan: PoolPlan, out: Path) -> None:
+        self.run, self.plan, self.out = run, plan, out
+        for name, why in run.rows.unreachable_rewards:
             raise ConfigError(f"The reward function `{name}` cannot be called here: {why}. Remove it from the config.")
-        if peft_config_of(self.sampling.offline.model) is not None and self.sampling.offline.model.adapter != "lora":
-            raise ConfigError("The run trains virtual tokens, which are no layer of the model. Take adapter: lora.")
-        if not run.dataset_size:
+        if not (size := run.rows.dataset_size):
             raise ConfigError("The dataset has no rows.")
-        self.functions: Sequence[RewardFunction] = run.reward_functions
-        count = min(plan.prompts, run.dataset_size)
-        self.prompts = np.sort(np.random.default_rng(plan.seed).choice(run.dataset_size, count, replace=False)).tolist()
-
-    @property
-    def host(self) -> HostBatch:
-        args = self.known.args
-        return HostBatch(args.num_generations, args.generation_batch_size, str(args.scale_rewards), args.loss_type)  # type: ignore[arg-type]
+        self.functions: Sequence[RewardFunction] = run.rows.reward_functions
+        chosen = np.random.default_rng(plan.seed).choice(size, min(plan.prompts, size), replace=False)
+        self.prompts: list[int] = np.sort(chosen).tolist()
 
     @property
     def missing(self) -> list[int]:
@@ -92,17 +78,11 @@ class RunPool:
         claim_for(self.out, "probe", self._facts(), "a pool")
         if not (missing := self.missing):
             return
-        sampler = Sampler(self.sampling, {})
-        if (adapter := peft_config_of(self.sampling.offline.model)) is not None:
-            from peft import get_peft_model
-
-            with torch.random.fork_rng():
-                torch.manual_seed(self.known.args.seed)
-                sampler.model = get_peft_model(sampler.model, adapter)
-            sampler.model.eval()
+        sampler = self.run.sampler()
+        engine = None if self.run.vllm is None else vllm_of(self.run, sampler)
         for i in track(missing):
             with whole(self._file(i)) as part:
-                pq.write_table(self._prompt(sampler, i), part, compression="zstd")
+                pq.write_table(self._prompt(sampler, engine, i), part, compression="zstd")
 
     def read(self) -> RolloutPool:
         """The whole pool."""
@@ -118,7 +98,7 @@ class RunPool:
         if not self.plan.solved_by:
             solved = np.nan_to_num(rewards) @ weights
         sketches = np.concatenate([c.values.to_numpy() for c in together["sketch"].chunks])
-        rows = self.sampling.run.dataset.select(self.prompts)
+        rows = [self.run.rows.dataset[i] for i in self.prompts]
         return RolloutPool(
             name="The pool",
             prob=np.full(shape, 1 / shape[1]),
@@ -128,7 +108,7 @@ class RunPool:
             length=together["tokens"].to_numpy().astype(np.int64).reshape(shape),
             reward_names=tuple(names),
             reward_weights=tuple(weights),
-            columns={name: rows[name] for name in rows.column_names},
+            columns={name: [row[name] for row in rows] for name in rows[0]},
             said=np.array(together["text"].to_pylist(), dtype=object).reshape(shape),
         )
 
@@ -137,29 +117,32 @@ class RunPool:
 
     def _facts(self) -> Mapping[str, Any]:
         """What makes a pool another one."""
-        adapter = peft_config_of(self.sampling.offline.model)
+        run, adapter = self.run, self.run.adapter
         kept = ("prompts", "rollouts", "accuracy", "seed")
         return {
             "version": VERSION,
             **{name: value for name, value in asdict(self.plan).items() if name in kept},
-            "model": self.sampling.model,
-            "weights": _digest(Path(self.sampling.model)),
+            "model": run.sampling.model,
+            "weights": [_digest(folder) for folder in (Path(run.sampling.model), run.trained) if folder is not None],
             "adapter": None if adapter is None else hashlib.sha256(repr(adapter.to_dict()).encode()).hexdigest()[:16],
-            "generation": {k: str(v) for k, v in self.sampling.generation.items()},
-            "dataset": self.sampling.run.fingerprint,
+            "generation": {k: str(v) for k, v in run.sampling.generation.items()},
+            "dataset": run.rows.fingerprint,
             "rewards": {f.name: _source(f.source) for f in self.functions},
         }
 
-    def _prompt(self, sampler: Sampler, i: int) -> pa.Table:
+    def _prompt(self, sampler: Sampler, engine: Any, i: int) -> pa.Table:
         """The rollouts of one prompt."""
         from rl_plugins.tools.gradient_quality.sketch import score_sketches
 
-        n, row = self.plan.rollouts, self.sampling.run.dataset[self.prompts[i]]
+        n, row = self.plan.rollouts, self.run.rows.dataset[self.prompts[i]]
         seed = int.from_bytes(hashlib.sha256(f"{self.plan.seed}/{i}".encode()).digest()[:7], "big")
-        made = sampler.sample("", [row["prompt"]] * n, seed)
-        texts = sampler.texts(made)
         read = sampler.encode([row["prompt"]])["input_ids"][0].tolist()
-        temperature = float(self.known.args.temperature)
+        if engine is None:
+            made = sampler.sample(POLICY, [row["prompt"]] * n, seed)
+        else:
+            made = engine.generate([read] * n, images=None, num_generations=n)[1]
+        texts = sampler.texts(made)
+        temperature = float(self.run.sampling.generation["temperature"])
         sketches = score_sketches(
             sampler.model, [read] * n, made, self.plan.dims, temperature=temperature, batch=self.plan.batch
         )

@@ -25,14 +25,12 @@ class SamplingRun:
         model: name or folder of the model.
         options: of TRL's script for the model.
         generation: options of `generate`.
-        offline: the whole config.
     """
 
     run: Run
     model: str
     options: Mapping[str, Any]
     generation: Mapping[str, Any]
-    offline: OfflineRun
 
     @classmethod
     def of(cls, config: Path, split: str) -> SamplingRun:
@@ -40,15 +38,14 @@ class SamplingRun:
         Raises:
             ConfigError: the config, the dataset or a reward function cannot be had.
         """
-        return cls.of_arguments(["--config", str(config), "--dataset_train_split", split])
+        return cls.of_offline(OfflineRun.of(["--config", str(config), "--dataset_train_split", split]))
 
     @classmethod
-    def of_arguments(cls, argv: Sequence[str]) -> SamplingRun:
-        """As `of`, with arguments of `rl-plugins trl grpo`."""
-        offline = OfflineRun.of(argv)
+    def of_offline(cls, offline: OfflineRun) -> SamplingRun:
+        """As `of`, from the whole config."""
         args, model_args = offline.known.args, offline.model
         if not model_args.model_name_or_path:
-            raise ConfigError(f"The config {argv[1]} names no model. Set model_name_or_path.")
+            raise ConfigError("The config names no model. Set model_name_or_path.")
         generation = {
             "max_new_tokens": args.max_completion_length,
             "temperature": args.temperature,
@@ -65,7 +62,7 @@ class SamplingRun:
             "trust_remote_code": args.trust_remote_code,
             **(args.model_init_kwargs or {}),
         }
-        return cls(offline.run, model_args.model_name_or_path, options, generation, offline)
+        return cls(offline.run, model_args.model_name_or_path, options, generation)
 
     def scored_by(self, name: str) -> list[RewardFunction]:
         """The reward functions that say what is solved: one by name, or all of them with their weights.
