@@ -42,7 +42,7 @@ def test_the_script_takes_effect_and_trains_in_two_processes_as_printed(tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("methods in effect") == 1 and "'vade/seen'" in done.stdout
-    assert re.findall(r"'rl_plugins/rows_generated': '?(\d+)", done.stdout) == ["128"] * 5
+    assert re.findall(r"'rl_plugins/rows_made': '?(\d+)", done.stdout) == [str(128 * n) for n in range(1, 6)]
 
 
 @pytest.mark.host
