@@ -88,8 +88,8 @@ test-vllm: .venv-vllm/ready
 test-deepspeed: .venv-deepspeed/ready
 	PYTHONPATH=$(CURDIR)/.venv-deepspeed .venv/bin/python -m pytest -m deepspeed tests/hosts/trl/test_deepspeed.py $(PYTEST)
 
-# Further runs of verl with Ray, of the demo's agents, of the patched hosts and of tests that are killed: what they show
-# stands beside shorter runs of `make test`.
+# Further runs of verl with Ray, of two processes, of the demo, of the patched hosts, and of what is killed; `make test` has
+# shorter ones of the same kind.
 test-long: .venv/ready-test
 	.venv/bin/python -m pytest -n 2 --dist loadfile -m long tests $(PYTEST)
 

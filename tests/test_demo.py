@@ -143,6 +143,7 @@ def test_without_matplotlib_nothing_is_trained(words, tmp_path, monkeypatch):
     assert "Nothing was trained" in result.output and not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 @pytest.mark.host
 def test_gdpo_learns_the_small_reward_and_grpo_does_not(tmp_path):
     """Half of the headline's steps in TRL's trainer. Share of the mark that was asked for, in steps 31 to 40: three

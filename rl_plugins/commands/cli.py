@@ -67,7 +67,10 @@ def main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Run methods of RL post-training papers as plugins of TRL and verl."""
+    """Run methods of RL post-training papers as plugins of TRL and verl.
+
+    Pages that messages name, such as docs/audit.md, are in the repository and on the site: pip show -v rl-plugins.
+    """
 
 
 _OPTIONS_OF_HOST = {"ignore_unknown_options": True}  # they go on to the host

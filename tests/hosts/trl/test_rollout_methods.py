@@ -1017,6 +1017,7 @@ def test_waiting_groups_with_spare_rollouts_keep_the_first_to_end(train, monkeyp
 # ---- two ranks
 
 
+@pytest.mark.long
 def test_a_queue_on_two_ranks_loses_nothing(tmp_path):
     """What both ranks decoded together is trained or waits, whole groups go on bit for bit on whatever rank they come
     to, and both ranks end with the same weights."""

@@ -106,6 +106,7 @@ def test_deciding_per_row_does_not_grow_with_the_tokens(name: str) -> None:
     assert count(512) == count(16)
 
 
+@pytest.mark.long
 @pytest.mark.host
 @pytest.mark.ranks
 def test_two_processes_receive_what_they_need() -> None:
