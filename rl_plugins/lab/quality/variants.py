@@ -215,6 +215,7 @@ ABSENT: Mapping[str, str] = {
     **dict.fromkeys(("opd", "opsd", "sdpo"), "learns from a teacher, which no world has"),
     "grpo_roc": "chooses among right rollouts by the quality of their text, which no world has",
     "training_free_grpo": "makes no gradient",
+    "process_supervision": "learns from rewards of steps, and worlds reward whole rollouts",
     "reward_audit": "withdraws rewards that an audit of several functions finds unsound; no world has such functions",
     "ui_s1": "learns from recorded trajectories, and no world has recorded ones",
     "ppo_million": "needs several optimizer steps on a batch and many batches; worlds make one",
