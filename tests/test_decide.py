@@ -18,7 +18,7 @@ from rl_plugins.runtime.decide import check_full, decide, decide_advantages, sel
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.validate_programs import LARGEST_LOGPROB
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack
-from rl_plugins.testing.data import make_token_ids
+from rl_plugins.testing.data import make_step_rewards, make_token_ids
 
 NAN, INF = math.nan, math.inf
 PER_ROW = {"group", "prompt_index", "rollout", "index", "rewards", "reward", "length", "truncated", "kept", "version"}
@@ -294,7 +294,7 @@ def test_a_subset_of_rows_takes_every_field_along():
     n, listed = 4, {"text", "raw_text", "messages", "payload"}
     rollouts = make_rollouts([0.0] * n).replace(turns=agent_batch([1, 2, 0, 1])[0].turns)
     numbers = {f.name: torch.arange(n) for f in dataclasses.fields(rollouts) if f.name in PER_ROW}
-    rollouts = rollouts.replace(token_ids=make_token_ids(rollouts))
+    rollouts = rollouts.replace(token_ids=make_token_ids(rollouts), step_rewards=make_step_rewards(rollouts))
     full = rollouts.replace(**numbers, **{name: list("abcd") for name in listed}, meta={"answer": list("abcd")})
     keep = torch.tensor([False, True, False, True])
     part = full.subset(keep)
@@ -303,12 +303,12 @@ def test_a_subset_of_rows_takes_every_field_along():
     assert part.turns.anchor == ["3.0", "1.1", "1.0"] and part.turns.row.tolist() == [1, 0, 0]
     assert part.turns.turn.tolist() == [0, 1, 0] and part.turns.reward.tolist() == [30.0, 11.0, 10.0]
     assert len(part.turns.valid) == 3 and len(part) == 2 and part.groups.size.tolist() == [1, 1]
-    ids = (part.token_ids.prompt, part.token_ids.completion, part.token_ids.observed)
-    whole_ids = (full.token_ids.prompt, full.token_ids.completion, full.token_ids.observed)
+    ids = (part.token_ids.prompt, part.token_ids.completion, part.token_ids.observed, part.step_rewards)
+    whole_ids = (full.token_ids.prompt, full.token_ids.completion, full.token_ids.observed, full.step_rewards)
     for taken, given in zip(ids, whole_ids, strict=True):
         assert [x.tolist() for x in taken] == [given[1].tolist(), given[3].tolist()]
     whole = {"reward_names", "reward_weights", "meta", "turns", "batch"}
-    whole |= {"current_version", "steps_since_published", "token_ids"}
+    whole |= {"current_version", "steps_since_published", "token_ids", "step_rewards"}
     assert {f.name for f in dataclasses.fields(rollouts)} == PER_ROW | listed | whole  # a new field joins one of them
     assert full.subset(torch.ones(n, dtype=torch.bool)) is full
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_plugins import Groups, Idle, Method, MethodParams, Rollouts, Run, Shape, Tokens, from_params, param, signals
 from rl_plugins.core.groups import places, spread
-from rl_plugins.core.rollouts import weighted_reward
+from rl_plugins.core.rollouts import Jagged, weighted_reward
 from rl_plugins.kit.steps import separated
 
 
@@ -44,9 +44,7 @@ class ProcessSupervision(Method):
     does = "Credits tokens with the rewards of their own and later steps, normalized over the group"
     problems = ("weak_reward", "agents")
     needs = from_params(
-        lambda p: signals(
-            "step_rewards", "several_rollouts", "tokens", turns=p.steps == "turn", token_ids=p.steps == "text"
-        )
+        lambda p: signals("step_rewards", "tokens", turns=p.steps == "turn", token_ids=p.steps == "text")
     )
     idle = (Idle({"steps": 1}, "every rollout has one step. Let a reward function return lists."),)
 
@@ -64,7 +62,7 @@ class ProcessSupervision(Method):
         return rollouts.per_rollout.rows.rows(self._to_go(rollouts)[:, 0])
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
-        last = rollouts.step_rewards.take(rollouts.per_rollout.last).length - 1
+        last = self._rewards(rollouts).length - 1
         rollout, step = rollouts.per_rollout.rows.index[tokens.row], self._step_of(rollouts, tokens)
         found = Groups(rollout, count=len(last)).max(step.double())
         self.log("steps", (last + 1).double().mean())
@@ -75,17 +73,22 @@ class ProcessSupervision(Method):
         """(tokens,) number of its step, from 0."""
         if self.params.steps == "token":
             return tokens.position
-        if self.params.steps == "turn":
-            return rollouts.turns.turn[tokens.turn]
-        completion = rollouts.token_ids.completion
-        return separated(completion, self.params.separator, self._chat)[
-            completion.offsets[tokens.row] + tokens.position
-        ]
+        turns, ids = rollouts.turns, rollouts.token_ids
+        if turns is not None and tokens.turn is not None and self.params.steps == "turn":
+            return turns.turn[tokens.turn]
+        assert ids is not None and self._chat is not None  # in `needs`
+        place = ids.completion.offsets[tokens.row] + tokens.position
+        return separated(ids.completion, self.params.separator, self._chat)[place]
+
+    def _rewards(self, rollouts: Rollouts) -> Jagged:
+        """Of the steps of each rollout."""
+        assert rollouts.step_rewards is not None  # in `needs`
+        return rollouts.step_rewards.take(rollouts.per_rollout.last)
 
     def _to_go(self, rollouts: Rollouts) -> Tensor:
         """(rollouts, most steps of one) sum of z from each step on."""
         once = rollouts.per_rollout
-        steps, reward = rollouts.step_rewards.take(once.last), rollouts.reward[once.last]
+        steps, reward = self._rewards(rollouts), rollouts.reward[once.last]
         hooked = reward - weighted_reward(rollouts.rewards, rollouts.reward_weights)[once.last].nan_to_num(nan=0.0)
         value, end, of = steps.values.clone(), steps.offsets[1:] - 1, spread(torch.arange(len(steps)), steps.length)
         value[end] = torch.where(hooked == 0, value[end], value[end].nan_to_num(nan=0.0) + hooked)
