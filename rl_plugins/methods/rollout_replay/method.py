@@ -142,7 +142,7 @@ class RolloutReplay(Method):
         return row.marked(self.name, (int(stored.question[i]), self._next()))
 
     def select(self, rollouts: Rollouts) -> Tensor:
-        """Takes out groups whose places are taken. The prompts of replayed ones must be those their rollouts answered."""
+        """Takes out groups whose places are taken; prompts of replayed ones must be those their rollouts answered."""
         check_prompts(rollouts, self.name)
         if not self.rounds:
             return torch.ones(len(rollouts), dtype=torch.bool)
