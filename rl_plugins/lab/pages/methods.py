@@ -25,7 +25,7 @@ _HEAD = """\
 <!-- Written by `make docs`; do not edit. -->
 
 [Which method is for me](choose.md) begins with your problem. `rl-plugins info NAME` shows everything about one method,
-with a config to copy, and `make site` makes a page of each.
+with a config to copy; the site has a page of each.
 
 "Use" is what our measurements say, with reasons in [choose.md](choose.md). Fidelity says what a method was checked
 against:
