@@ -36,9 +36,22 @@ class Scored:
         return score(completion_ids)
 
 
-def run(folder: Path, resume: bool = False) -> tuple[list[dict[str, Any]], Any]:
+class SometimesFlat(Scored):
+    """About half of the prompts have equal rewards."""
+
+    def __call__(self, completion_ids: Any = None, prompts: Any = (), **kwargs: Any) -> list[float]:
+        graded = super().__call__(completion_ids)
+        return [r * (sum(map(ord, str(p))) % 2) for r, p in zip(graded, prompts, strict=True)]
+
+
+DOTS = {"dots": {"embeddings": embeddings, "references": REFERENCES}, "rollout_replay": {"start_batch": 1}}
+
+
+def run(
+    folder: Path, resume: bool = False, methods: Any = ("dots_rr",), params: Any = DOTS, reward: Any = None
+) -> tuple[list[dict[str, Any]], Any]:
     """What was decided on in each batch, with the buffer before it, and the trainer."""
-    seen, decide, reward = [], module.decide, Scored()
+    seen, decide, reward = [], module.decide, reward or Scored()
 
     def watched(stack: Any, rollouts: Any, tokens: Any, *args: Any) -> Any:
         state = stack.methods[0].state
@@ -53,16 +66,13 @@ def run(folder: Path, resume: bool = False) -> tuple[list[dict[str, Any]], Any]:
     try:
         trainer = make(
             folder,
-            ["dots_rr"],
+            list(methods),
             reward=reward,
             learning_rate=0.05,
             max_steps=STEPS,
             save_strategy="steps",
             save_steps=SAVED,
-            method_params={
-                "dots": {"embeddings": embeddings, "references": REFERENCES},
-                "rollout_replay": {"start_batch": 1},
-            },
+            method_params=params,
         )
         trainer.train(resume_from_checkpoint=str(folder / "out" / f"checkpoint-{SAVED}") if resume else None)
     finally:
@@ -92,6 +102,27 @@ def test_references_leave_and_half_of_the_batch_is_replayed(whole: Any) -> None:
         assert batch["asked"] == len(rollouts) - int(old.sum()), "stored rewards are not asked for again"
     logged = {k: v for h in trainer.state.log_history for k, v in h.items()}
     assert logged["rollout_replay/replayed"] == 0.5 and logged["rollout_replay/staleness"] >= 1
+
+
+def test_stored_groups_take_the_places_of_groups_without_signal(tmp_path: Path) -> None:
+    params = {"rollout_replay": {"replaces": "no_signal", "start_batch": 1}}
+    batches, trainer = run(tmp_path, methods=["rollout_replay"], params=params, reward=SometimesFlat())
+    taken = 0
+    for number, batch in enumerate(batches):
+        rollouts, decision, old = batch["given"], batch["decision"], replayed(batch["given"])
+        groups, kept = rollouts.groups, decision.rollouts.kept
+        flat = groups.rows(groups.max(rollouts.reward) == groups.min(rollouts.reward))
+        places = min(int(flat.sum()) // SIZE, len(batch["stored"])) if number else 0
+        assert int(old.sum()) == places * SIZE and not bool((flat & old).any())
+        assert batch["asked"] == PROMPTS * SIZE == int(decision.trained.sum()) == int(kept.sum())
+        assert bool(flat[~kept].all()), "only groups of equal rewards left"
+        was = {tuple(c["tokens"].tolist()) for g in range(len(batch["stored"])) for c in batch["stored"].completions(g)}
+        assert {
+            tuple(ids.tolist()) for ids, again in zip(rollouts.token_ids.completion, old, strict=True) if again
+        } <= was
+        taken += places
+    assert taken >= 3
+    assert any(h.get("rollout_replay/replayed", 0) > 0 for h in trainer.state.log_history)
 
 
 def test_a_stored_group_returns_with_its_log_probs_versions_and_rewards(whole: Any) -> None:
