@@ -290,7 +290,7 @@ def test_options_are_those_of_the_hosts():
     from rl_plugins.verl.config import verl_folder
 
     known = {f.name for of in (GRPOConfig, ModelConfig) for f in fields(of)}
-    folder = verl_folder() / "trainer" / "config"
+    folder = Path(verl_folder()) / "trainer" / "config"
     configs = [(folder / f"_generated_ppo_{kind}trainer.yaml").read_text() for kind in ("", "megatron_")]
     trees = [yaml.safe_load(text) for text in configs]
     for one in ANSWERS:

@@ -15,7 +15,6 @@ from rl_plugins.cards.standing import Standing, standing_of
 from rl_plugins.core.errors import RLPluginsError
 from rl_plugins.core.method import HOOKS, SIGNALS, Bundle, Method
 from rl_plugins.diffusion.served import NO_HOOKS, NO_SIGNALS
-from rl_plugins.kit.masked.options import MASKED_OPTIONS
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.card_file import CardFile, card_file
 
@@ -28,7 +27,7 @@ class ServedByHost:
         hooks: hooks it serves in training.
         eval_hooks: hooks it serves in evaluation.
         missing: kinds of signals that no run of it has.
-        lacks: options that methods set, and that it does not have.
+        lacks: options that methods set, and that it does not have. No asynchronous mode has those of masked models.
     """
 
     hooks: Collection[str]
@@ -60,7 +59,7 @@ MODES = {
             "sum_squared_probs",
             "token_versions",
         },
-        lacks={"loss_type", "num_iterations", "steps_per_generation", *MASKED_OPTIONS},
+        lacks={"loss_type", "num_iterations", "steps_per_generation"},
     ),
     "verl's asynchronous modes": ServedByHost(hooks=set(HOOKS), missing={"whole_batches", "engine"}),
 }
@@ -287,6 +286,8 @@ def hosts_of(cls: type[Method]) -> list[str]:
 
 def modes_of(cls: type[Method]) -> list[str]:
     """The asynchronous modes that can serve this class with its default parameters."""
+    from rl_plugins.kit.masked import MASKED_OPTIONS  # loads torch, as the class does
+
     made, hosts = example_of(cls), hosts_of(cls)
     signals, claims = {signal.partition(":")[0] for signal in made.needs}, set(cls.claims())
     if made.rounds:
@@ -303,7 +304,7 @@ def modes_of(cls: type[Method]) -> list[str]:
         and not apart[host]
         and claims <= set(mode.hooks)
         and not signals & set(mode.missing)
-        and not set(made.host_options.get(host, ())) & set(mode.lacks)
+        and not set(made.host_options.get(host, ())) & {*mode.lacks, *MASKED_OPTIONS}
     ]
 
 
