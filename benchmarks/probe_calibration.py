@@ -17,6 +17,9 @@ Written down before the first run (2026-11-27); what a run gave changes none of 
   checkpoint share GRPO's runs, so it is too narrow. Besides, how often the side was right where the probe told one.
 - Where the pool does not tell GRPO's own progress from 0, the command gives no ratio, and the pair does not count.
 
+Amended on the same day, before any gain of the embedded policy was looked at: its pools have 256 prompts, because 64
+did not tell GRPO's own progress from 0.
+
 Everything is stored as it comes, in probe_calibration.json, and what is there is not made again.
 """
 
@@ -53,7 +56,7 @@ EMBEDDED = (
     "variance_filter",
 )
 OPTIONS = {"num_generations", "scale_rewards", "loss_type"}  # of the host, that a pool can tell of
-PROMPTS, ROLLOUTS, K = 64, 32, 8
+PROMPTS, EMBEDDED_PROMPTS, ROLLOUTS, K = 64, 256, 32, 8
 FIRST, NEXT, TRIES = 40, 20, 4
 TARGETS = ("reward", "pass@1")  # the first one counts
 
@@ -70,7 +73,9 @@ def keep(found: Mapping[str, Any]) -> None:
 # ---- predictions
 
 
-def predictions(config: Mapping[str, Any], solved_by: str, labels: Sequence[str], folder: Path) -> dict[str, Any]:
+def predictions(
+    config: Mapping[str, Any], solved_by: str, labels: Sequence[str], prompts: int, folder: Path
+) -> dict[str, Any]:
     """Targets for which GRPO's own progress is told from 0, and the progress of variants that act relative to it."""
     from rl_plugins.core.errors import RLPluginsError
     from rl_plugins.lab.bench.tasks import BenchTask
@@ -85,7 +90,7 @@ def predictions(config: Mapping[str, Any], solved_by: str, labels: Sequence[str]
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(dict(config)))
     run = ProbedRun.of([str(file)])
-    drawn, host = RunPool(run, PoolPlan(PROMPTS, ROLLOUTS, solved_by=solved_by), folder / "probe"), run.host
+    drawn, host = RunPool(run, PoolPlan(prompts, ROLLOUTS, solved_by=solved_by), folder / "probe"), run.host
     drawn.draw()
     pool = drawn.read()
     folds = [pool.part(range(j, len(pool.prob), FOLDS)) for j in range(FOLDS)]
@@ -121,11 +126,11 @@ def of_chains(task: str, folder: Path) -> dict[str, Any]:
 
     bench = task_of(task)
     config = bench.config(load_policy(), bench.write_data(folder / "data"))
-    return predictions(config, "right", list(gains_of_chains(task)), folder)
+    return predictions(config, "right", list(gains_of_chains(task)), PROMPTS, folder)
 
 
 def of_embedded(step: int, folder: Path) -> dict[str, Any]:
-    return predictions(embedded(policy(step, folder), folder), "exact", EMBEDDED, folder / str(step))
+    return predictions(embedded(policy(step, folder), folder), "exact", EMBEDDED, EMBEDDED_PROMPTS, folder / str(step))
 
 
 # ---- gains
