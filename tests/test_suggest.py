@@ -21,7 +21,7 @@ from rl_plugins.commands.suggest.symptoms import Sign
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime.stack import build_stack
 
-HELD_OUT = 0.0
+HELD_OUT = 0.65  # measured once, when the words were done: 65 of 97, 0.670
 CARDS = {card.name: card for card in cards()}
 
 
