@@ -333,6 +333,44 @@ class _Host:
             seen=loss_probes.take(),
         )
 
+    def read_by_teacher(
+        self, responses: list[Tensor], prompts: list[list[int] | None], micro: int, temperature: float, teacher: str
+    ) -> list[Tensor]:
+        """(response,) log-probs of each row under another prompt, by the policy or by the model in a folder."""
+        from types import SimpleNamespace
+
+        from memory_queue import MemoryQueue
+        from transfer_queue import KVBatchMeta
+        from verl.utils import tensordict_utils as tu
+
+        from rl_plugins.verl import TEACHER_VARIABLE, batch
+        from rl_plugins.verl import teacher as module
+        from rl_plugins.verl.plugin import teacher_as_reference
+        from rl_plugins.verl.rows import TOKEN_COLUMNS
+
+        worker = self.worker
+        if teacher:
+            os.environ[TEACHER_VARIABLE] = teacher
+            cls = type("ActorRolloutRefWorker", (), {"ref_worker_cls": type(worker)})
+            teacher_as_reference(SimpleNamespace(ActorRolloutRefWorker=cls))
+            worker = cls().ref_worker_cls(config=worker.config)
+            worker.reset()
+        worker.engine_config.use_dynamic_bsz = False
+        worker.engine_config.infer_micro_batch_size_per_gpu = micro
+        batch.tq = module.tq = queue = MemoryQueue()
+        keys = [f"row{i}" for i in range(len(responses))]
+        queue.put_rows({key: {"responses": response} for key, response in zip(keys, responses, strict=True)})
+
+        def compute(made: Any) -> None:
+            data = queue.kv_batch_get(made.keys)
+            tu.assign_non_tensor(data, **made.extra_info)
+            queue.kv_batch_put(made.keys, fields=worker.infer_batch(data).select("log_probs"))
+
+        rows = KVBatchMeta(partition_id="train", keys=keys, tags=[{}] * len(keys), extra_info={})
+        told = dict(zip(keys, prompts, strict=True))
+        module.read_by_teacher(rows, told, list, compute, temperature, micro)
+        return [queue.rows[key][TOKEN_COLUMNS["teacher_logprobs"]] for key in keys]
+
     def _reset(self, case: Case) -> None:
         import loss_probes
         from verl.workers.config.optimizer import build_optimizer

@@ -600,3 +600,30 @@ def test_ppo_million(engine, rows, policy):
     assert result.rates == [pytest.approx(0.1)] and result.rate == 0.9
     plain = engine.train(Case(batch, ("noop",), lr=0.1))
     assert torch.equal(result.gradients[0], plain.gradients[0]), "the term of 0"
+
+
+# ---- a teacher
+
+
+@pytest.mark.parametrize("seed", [None, 7], ids=["the policy", "another model"])
+def test_a_teacher_reads_with_verls_passes(engine, policy, tmp_path, seed):
+    """Log-probs of the same responses behind other prompts, whatever the micro-batch and the order of the rows are."""
+    from rl_plugins.lab.demo.policy import build_model
+
+    teacher, model = "", policy
+    if seed is not None:
+        teacher, model = str(tmp_path / "teacher"), build_model(seed)
+        model.save_pretrained(teacher)
+    prompts = [[5, 6, 7], None, [9], [8] * 11, [4, 9]]
+    responses = [torch.tensor(r) for r in ([5, 6, 1], [7, 1], [8, 8, 8, 8], [6], [9, 5])]
+    wanted = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        with torch.no_grad():
+            logits = model.double()(torch.cat([torch.tensor(prompt or [1]), response])[None]).logits[0]
+        logp = torch.log_softmax(logits[-len(response) - 1 : -1] / 0.7, -1).gather(1, response[:, None])[:, 0]
+        wanted.append(logp if prompt else torch.full_like(logp, math.nan))
+    for micro, order in ((1, range(5)), (4, range(5)), (2, [4, 2, 0, 1, 3])):
+        rows = [responses[i] for i in order], [prompts[i] for i in order]
+        (found,) = engine.call("read_by_teacher", [*rows, micro, 0.7, teacher])
+        for i, values in zip(order, found, strict=True):
+            torch.testing.assert_close(values.double(), wanted[i], rtol=0, atol=1e-5, equal_nan=True)
