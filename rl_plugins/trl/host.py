@@ -190,6 +190,16 @@ def model_input(batch: HostBatch) -> tuple[Tensor, Tensor, int]:
     return ids, mask, batch["completion_ids"].size(1)
 
 
+def logprobs_of(trainer: Trainer, model: Any, batch: HostBatch, **more: Any) -> tuple[Tensor, Tensor | None]:
+    """(rows, time) log-probs of the completions by a model, as TRL takes them, and entropies if they are asked for."""
+    size = trainer.args.per_device_train_batch_size
+    with torch.no_grad():
+        logprobs, entropies, _ = trainer._get_per_token_logps_and_entropies(
+            model, *model_input(batch), batch_size=size, **more
+        )
+    return logprobs, entropies
+
+
 def more_model_input(batch: HostBatch) -> dict[str, Any]:
     """What else of a batch the log-probs of its rows are taken with."""
     return {k: batch[k] for k in _FORWARD_KEYS if k in batch}

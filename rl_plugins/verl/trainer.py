@@ -397,6 +397,7 @@ class MethodsTrainer(host.Trainer):
         return batch
 
     def _read_by_teacher(self, batch: host.Batch, selected: Selected) -> None:
+        workers: Any = self
         itself = self.methods.teacher is None  # another model stands in the place of the reference
         if selected.teacher is None:  # each under its own prompt: that pass was made
             name = "old_log_probs" if itself else "ref_log_prob"
@@ -406,7 +407,7 @@ class MethodsTrainer(host.Trainer):
             batch,
             selected.teacher,
             lambda prompt: self._chat.prompt(messages_of(prompt)),
-            self.actor_rollout_wg.compute_log_prob if itself else self.ref_policy_wg.compute_ref_log_prob,
+            workers.actor_rollout_wg.compute_log_prob if itself else workers.ref_policy_wg.compute_ref_log_prob,
             float(self.config.actor_rollout_ref.rollout.temperature),
             logprob_multiple(self.config, self._ranks, self.use_reference_policy),
         )

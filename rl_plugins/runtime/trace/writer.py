@@ -50,8 +50,8 @@ class Writer:
         self._pool = ThreadPoolExecutor(1, "rl-plugins-trace")
         self._pending: Future[None] | None = None
         self._texts: dict[int, str] = {}
-        for table in TABLES:
-            (folder / table).mkdir(parents=True, exist_ok=True)
+        for name in TABLES:
+            (folder / name).mkdir(parents=True, exist_ok=True)
 
     def write(self, batch: TracedBatch) -> None:
         """Begins to write a batch, after `wait`."""

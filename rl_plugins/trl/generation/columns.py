@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from rl_plugins.runtime.ranks import gather
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.trl.changes import head_output
 from rl_plugins.trl.generation.work import ScoredWork, Work
-from rl_plugins.trl.host import HostBatch, Trainer, model_input, more_model_input
+from rl_plugins.trl.host import HostBatch, Trainer, logprobs_of, more_model_input
 
 NAMES = frozenset(
     {"old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs", "entropies", "sum_squared_probs"}
@@ -51,16 +50,6 @@ def with_columns(trainer: Trainer, scored: ScoredWork, out: HostBatch) -> tuple[
         "sum_squared_probs": torch.cat(seen)[:, -out["completion_ids"].size(1) :].exp() if seen else None,
     }
     return out, {name: c for name, c in found.items() if name in wanted and c is not None}
-
-
-def logprobs_of(trainer: Trainer, model: Any, batch: HostBatch, **more: Any) -> tuple[Tensor, Tensor | None]:
-    """(rows, time) log-probs of the completions by a model, as TRL takes them, and entropies if they are asked for."""
-    size = trainer.args.per_device_train_batch_size
-    with torch.no_grad():
-        logprobs, entropies, _ = trainer._get_per_token_logps_and_entropies(
-            model, *model_input(batch), batch_size=size, **more
-        )
-    return logprobs, entropies
 
 
 def rollout_logprobs(work: Work, out: HostBatch) -> Tensor:

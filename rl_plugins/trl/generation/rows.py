@@ -97,7 +97,8 @@ class LocalRows:
         truncated: (rows,). advantages: (rows,) TRL's own. version, newest_version: (rows,) of its tokens.
         tokens: of these rows, where somebody reads them.
         ids: prompts and completions with what was read, where somebody reads them.
-        turns, steps: turns of these rows and rewards of their steps; meta, text, raw_text, messages: of each row, where somebody needs them.
+        turns, steps: turns of these rows and rewards of their steps.
+        meta, text, raw_text, messages: of each row, where somebody needs them.
     """
 
     length: Tensor

@@ -10,10 +10,9 @@ from torch import Tensor
 from rl_plugins.runtime.chat import check_teacher
 from rl_plugins.runtime.decide import Selection, select_rows, teacher_prompts
 from rl_plugins.runtime.ranks import on_driver_for_each, to_driver
-from rl_plugins.trl.generation.columns import logprobs_of
 from rl_plugins.trl.generation.rows import collect, rollouts_of
 from rl_plugins.trl.generation.work import ScoredWork
-from rl_plugins.trl.host import HostBatch, Trainer, tokenizer_of
+from rl_plugins.trl.host import HostBatch, Trainer, logprobs_of, tokenizer_of
 
 
 def select_for_teacher(
@@ -87,4 +86,5 @@ def load_teacher(trainer: Trainer, name: str) -> Any:
         return host.prepare_deepspeed(model, trainer.accelerator)
     if trainer.is_fsdp_enabled:
         return host.prepare_fsdp(model, trainer.accelerator)
-    return trainer.accelerator.prepare_model(model, evaluation_mode=True)
+    accelerator: Any = trainer.accelerator
+    return accelerator.prepare_model(model, evaluation_mode=True)

@@ -20,7 +20,6 @@ from rl_plugins.core.rollouts import Rows, Terms
 from rl_plugins.runtime import update
 from rl_plugins.runtime.ranks import gather
 from rl_plugins.trl.capabilities import ROW_LOSSES
-from rl_plugins.trl.generation.columns import logprobs_of
 from rl_plugins.trl.host import (
     NEWEST_VERSION,
     PUBLISHED,
@@ -30,6 +29,7 @@ from rl_plugins.trl.host import (
     VERSIONS,
     HostBatch,
     Trainer,
+    logprobs_of,
     loss_mask,
     more_model_input,
 )
