@@ -23,6 +23,7 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,7 @@ from rl_plugins.runtime.ranks import dumps
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.trl.generation.decided import local_decisions
 from rl_plugins.trl.generation.rows import collect, rollouts_of
-from rl_plugins.trl.generation.work import Row, Work
+from rl_plugins.trl.generation.work import Row, ScoredWork, Work
 
 RANKS, GROUP, TURN, READ = 64, 8, 8, 2
 """Ranks where nothing is said; rollouts of a group; every so many tokens of an agent, so many were only read."""
@@ -134,7 +135,10 @@ class Batch:
     def part(self, rank: int) -> Any:
         """What a rank gives the driver."""
         made, columns = self.made(rank)
-        return collect(self.trainer, self.work.rows[rank], made, torch.zeros(len(made.ids)), columns)[0]
+        return collect(self.trainer, self.scored(rank, made), torch.zeros(len(made.ids)), columns)[0]
+
+    def scored(self, rank: int, made: Any) -> ScoredWork:
+        return ScoredWork(replace(self.work, rank=rank), made, self.rewards, None)
 
     def joined(self, parts: list[Any]) -> Any:
         return rollouts_of(self.trainer, self.work, self.rewards, parts)
@@ -165,9 +169,10 @@ def measure(names: list[str], rows: int, tokens: int, ranks: int) -> dict[str, A
         return out
 
     made, columns = batch.made(0)
+    scored = batch.scored(0, made)
     advantages, back, count = torch.zeros(len(made.ids)), [], int(batch.length.sum())
     for _ in range(5 if count < 2 * 10**7 else 3):
-        own = timed("gather", lambda: packed(collect(batch.trainer, batch.work.rows[0], made, advantages, columns)[0]))
+        own = timed("gather", lambda: packed(collect(batch.trainer, scored, advantages, columns)[0]))
         seen = timed("load", lambda: batch.joined([opened(part) for part in sent]))
         split = timed("split", batch.split, timed("decide", batch.decided, seen))
         del own, seen

@@ -39,7 +39,8 @@ def test_a_card_says_in_a_line_what_the_method_does_and_for_what(name):
     does, problems = card(name).does, card(name).problems
     assert 20 < len(does) <= 100 and "\n" not in does and not does.endswith(".")
     assert re.match(r"[A-Z][a-z]+s ", does), "it begins with a verb in the third person"
-    assert 1 <= len(problems) <= 3 and set(problems) <= set(PROBLEMS) and len(set(problems)) == len(problems)
+    apart = set(problems) - {"too_easy", "too_hard"}  # both are of `no_signal`, too
+    assert problems and len(apart) <= 3 and set(problems) <= set(PROBLEMS) and len(set(problems)) == len(problems)
 
 
 def test_no_two_methods_do_the_same():

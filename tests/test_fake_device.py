@@ -102,7 +102,12 @@ def trl_trainer(step: Any, window: list[dict[str, Tensor]]) -> Any:
     return SimpleNamespace(
         methods=step.stack,
         accelerator=SimpleNamespace(num_processes=1, process_index=0, gather=lambda x: x),
-        args=SimpleNamespace(steps_per_generation=1, loss_type="dapo", importance_sampling_level="token"),
+        args=SimpleNamespace(
+            steps_per_generation=1,
+            per_device_train_batch_size=rows,
+            loss_type="dapo",
+            importance_sampling_level="token",
+        ),
         host_loss=SimpleNamespace(like="dapo"),
         state=SimpleNamespace(global_step=1),
         current_gradient_accumulation_steps=1,

@@ -96,7 +96,8 @@ def test_what_a_plain_install_imports_is_declared() -> None:
     declared = {re.split(r"[<>=]", d)[0] for d in tomllib.loads(text)["project"]["dependencies"]}
     named = {"pyyaml": "yaml"}
     known = {named.get(d, d) for d in declared} | {"rl_plugins", *sys.stdlib_module_names}
-    known |= {"accelerate", "transformers", "rapidfuzz"}  # TRL's; of an extra, whose error names it
+    known |= {"accelerate", "transformers", "huggingface_hub"}  # of the hosts
+    known |= {"rapidfuzz"}  # of an extra, whose error names it
     rooms = ("core", "kit", "tools", "methods", "runtime", "cards", "commands", "testing")
     missing = {
         (module, str(file.relative_to(PACKAGE)))
@@ -123,7 +124,7 @@ def test_workflows_of_the_forge_ask_for_what_there_is() -> None:
     jobs = [job for f in files for job in yaml.safe_load(f.read_text())["jobs"].values()]
     runs = [s["run"] for job in jobs for s in job["steps"] if s.get("run", "").startswith("make ")]
     targets = {word for r in runs for word in re.sub(r"\${{.*?}}", "", r).split()[1:] if "=" not in word}
-    assert targets == {"lint", "test", "test-versions", "canary"}
+    assert targets == {"lint", "test", "test-versions", "canary", "site"}
     assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
     matrices = [job["strategy"]["matrix"] for job in jobs]
     assert {name for m in matrices for name in m.get("environment", ())} <= set(sets)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import shutil
 import signal
-from types import SimpleNamespace
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -205,9 +205,32 @@ def test_a_batch_of_sketches_is_that_of_single_passes_and_keeps_cosines(lora):
 # ---- a run
 
 
+KILLED = """
+import os, signal
+from pathlib import Path
+from types import SimpleNamespace
+import pyarrow.parquet as pq
+from rl_plugins.lab.probe import pool
+from rl_plugins.lab.probe.pool import PoolPlan, RunPool
+from rl_plugins.lab.probe.runs import ProbedRun
+
+written = []
+def killed(table, file, **options):
+    pq.write_table(table, file, **options)
+    written.append(file)
+    if len(written) == 6:
+        os.truncate(file, os.path.getsize(file) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+pool.pq = SimpleNamespace(write_table=killed)
+RunPool(ProbedRun.of({words}), {plan}, Path({folder!r})).draw()
+"""
+"""A process that is killed while it writes its sixth file."""
+
+
+@pytest.mark.long
 def test_a_pool_that_was_killed_goes_on_and_is_answered(tmp_path, monkeypatch):
     from rl_plugins.lab.demo.trl_data import write
-    from rl_plugins.lab.probe import pool as pools
     from rl_plugins.lab.probe.pool import PoolPlan, RunPool
     from rl_plugins.lab.probe.runs import ProbedRun
 
@@ -216,24 +239,8 @@ def test_a_pool_that_was_killed_goes_on_and_is_answered(tmp_path, monkeypatch):
     plan = PoolPlan(prompts=16, rollouts=4, accuracy=0.2, solved_by="exact")
     run = ProbedRun.of(words)
     cut = RunPool(run, plan, tmp_path / "cut")
-    child = os.fork()
-    if not child:
-        written = []
-
-        def killed(table, file, **options):
-            """The sixth file is half of one."""
-            pq.write_table(table, file, **options)
-            written.append(file)
-            if len(written) == 6:
-                os.truncate(file, os.path.getsize(file) // 2)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        pools.pq = SimpleNamespace(write_table=killed)
-        try:
-            cut.draw()
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    code = KILLED.format(words=words, plan=plan, folder=str(tmp_path / "cut"))
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
     whole = RunPool(run, plan, tmp_path / "whole")
     whole.draw()
 

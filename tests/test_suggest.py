@@ -331,4 +331,4 @@ def test_only_runs_and_worlds_of_a_method_alone_count_for_it():
     """All three parts of ADHint act in the variant that makes more progress; no variant has one of them alone."""
     assert CARDS["adhint"].standing.word == "use if"
     assert {CARDS[part].standing.word for part in CARDS["adhint"].parts} == {"unknown"}
-    assert [c.name for c in cards() if c.promise == 0] == ["dots", "vade"]
+    assert [c.name for c in cards() if c.promise == 0] == ["linear_ts", "vade"]

@@ -45,11 +45,12 @@ class StatefulMixin(_Host):
         if checkpoint is not None and self.args.save_only_model:
             self._methods_callback.write_state(checkpoint)
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        super().create_model_card(*args, **kwargs)
+    def create_model_card(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().create_model_card(*args, **kwargs)
         if self.methods.names and self.is_world_process_zero():
             with open(Path(self.args.output_dir) / "README.md", "a", encoding="utf-8") as card:
                 card.write(f"\n{methods_section(self.methods)}")
+        return found
 
     def _save_rng_state(self, output_dir: str) -> None:
         """The last of the host's files in a checkpoint, but for the one that says that it is whole."""

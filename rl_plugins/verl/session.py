@@ -70,7 +70,7 @@ class Session:
     traced: bool = False
 
 
-class Answer(dict[str, float]):
+class VerlRewards(dict[str, float]):
     """Rewards by name, and what verl's reward function answered: a row with them is not scored again."""
 
     def __init__(self, rewards: Mapping[str, float], score: float, info: Mapping[str, Any]) -> None:
@@ -254,9 +254,9 @@ class VerlEngine:
         score, info = float(output.reward_score), output.extra_fields["reward_extra_info"]
         weights = self._session.rewards
         if not weights:
-            return Scored(Answer({"score": score}, score, info), score)
+            return Scored(VerlRewards({"score": score}, score, info), score)
         rewards = {name: math.nan if info.get(name) is None else float(info[name]) for name in weights}
-        return Scored(Answer(rewards, score, info), weighted(rewards, weights))
+        return Scored(VerlRewards(rewards, score, info), weighted(rewards, weights))
 
     # ---- rows
 
@@ -300,7 +300,7 @@ class VerlEngine:
                 },
             },
         )
-        if isinstance(row.rewards, Answer):
+        if isinstance(row.rewards, VerlRewards):
             output.reward_score = row.rewards.score
             output.extra_fields["reward_extra_info"] = dict(row.rewards.info)
         elif row.rewards is not None:

@@ -15,7 +15,7 @@ from test_rollout_replay import PROMPTS, SIZE, Host
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Method
 from rl_plugins.core.params import build_params
-from rl_plugins.core.rollouts import PlanRow, Rollouts, Tokens
+from rl_plugins.core.rollouts import PlanRow, Rollouts
 from rl_plugins.methods.dora_reuse import DoraReuse
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
@@ -28,16 +28,13 @@ def reuse(**params: Any) -> DoraReuse:
 
 
 class Spares(Host):
-    """Generates spare rollouts, too. One reward function, so that many groups have no signal."""
-
-    def generate(self, plan: list[PlanRow], rng: np.random.Generator) -> tuple[Rollouts, Tokens]:
-        return super().generate([p.replace(n=p.n + p.spare, spare=0) for p in plan], rng)
+    """One reward function, so that many groups have no signal."""
 
     def step(self) -> tuple[list[PlanRow], Rollouts, Any, dict[str, float]]:
         stack, rng = self.stack, np.random.default_rng([7, self.stack.batch])
         proposal = rng.permutation(PROMPTS)[: self.groups].tolist()
         plan = list(first_plan(stack, proposal, SIZE, SIZE * self.groups, PROMPTS).rows)
-        rollouts, tokens = self.generate(plan, rng)
+        rollouts, tokens = self.as_rollouts(self.rows_of(plan, rng), stack.batch)
         decision = one_step(stack, rollouts, tokens, budget=SIZE * self.groups)
         logged = {k.removeprefix("dora_reuse/"): v for k, v in combine([stack.metrics.take()]).items()}
         return plan, rollouts, decision, logged

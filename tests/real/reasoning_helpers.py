@@ -72,6 +72,12 @@ def worked(completions: Any, **columns: Any) -> list[float]:
     return [float(_computes(completion[-1]["content"])) for completion in completions]
 
 
+def first_word(completions: Any, **columns: Any) -> list[list[float]]:
+    """The reward of `solved`, for the first of the words."""
+    words = (completion[-1]["content"].count(" ") for completion in completions)
+    return [[value] + [0.0] * n for value, n in zip(reasoning_gym.solved(completions, **columns), words, strict=True)]
+
+
 def _computes(text: str) -> bool:
     code = CODE.search(text)
     try:

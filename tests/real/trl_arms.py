@@ -16,13 +16,14 @@ from typing import Any
 import reasoning_helpers as helpers
 import torch
 from datasets import Dataset
-from shallow_policy import TOOL, shallow_policy
+from shallow_policy import LAYERS, TOOL, shallow_policy
 from transformers import AutoModelForCausalLM, set_seed
 from transformers.trainer_callback import PrinterCallback
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Idle
 from rl_plugins.environments import reasoning_gym
+from rl_plugins.lab.real.model import model_path
 from rl_plugins.methods.swarm_sapo import Files, Package
 from rl_plugins.methods.swarm_sapo.packages import written_files
 from rl_plugins.runtime import registry
@@ -64,6 +65,7 @@ class Arm:
         params: of all of them.
         options: of the config, for both runs.
         rewards: of both runs.
+        in_steps: rewards of the method's own run in their place: the same sums, as lists.
         tool: whether the system prompt asks for the tool.
         size: rows of the dataset; few, where a method has to meet a prompt again.
         watches: why it changes no weight in this run.
@@ -77,6 +79,7 @@ class Arm:
     params: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     rewards: tuple[str, ...] = ("solved",)
+    in_steps: tuple[str, ...] = ()
     tool: bool = False
     size: int = 24
     watches: str = ""
@@ -240,7 +243,9 @@ ARMS: dict[str, Arm] = {
     "mssr": Arm(options={"beta": 0.04}),
     "mssr_baseline": Arm(options={"beta": 0.04}),
     "mssr_prompts": Arm(options={"beta": 0.04}),
+    "opd": Arm(params={"opd": {"teacher": str(model_path(layers=LAYERS))}}),
     "ppo_million": replace(UPDATED, watches="it lowers the learning rate at a plateau, and only if `action` says so"),
+    "process_supervision": Arm(params={"process_supervision": {"separator": " "}}, in_steps=("first_word",)),
     "ps_grpo": Arm(),
     "reward_audit": Arm(watches="it takes rows out only where it finds a fault of the reward"),
     "rollart": AHEAD,
@@ -362,7 +367,7 @@ def make(folder: Path, methods: Sequence[str], arm: Arm, **changes: Any) -> Any:
     )
     set_seed(0)
     trainer = GRPOTrainer(
-        reward_funcs=rewards_of(arm.rewards),
+        reward_funcs=rewards_of(arm.in_steps if arm.in_steps and methods else arm.rewards),
         args=args,
         train_dataset=rows,
         **more,

@@ -46,7 +46,8 @@ def _method(name: str, cls: str, hooks: Sequence[str]) -> str:
     imports += ["import torch"] if "torch." in code else []
     imports += _imports(names)
     imports += ["from torch import Tensor"] if "Tensor" in code else []
-    needs = [f'"{n}"' for p in parts for n in p.needs]
+    needs = ", ".join(f'"{n}"' for n in dict.fromkeys(n for p in parts for n in p.needs))
+    broken = "\n        " if len(needs) > 80 else ""
     told = list(dict.fromkeys(p.symbols for p in parts))
     states = [s.removeprefix("State: ") for s in told if s.startswith("State: ")]
     sections = {"Symbols": [s for s in told if not s.startswith("State: ")], "State": states}
@@ -57,7 +58,7 @@ def _method(name: str, cls: str, hooks: Sequence[str]) -> str:
         imports="\n".join(imports),
         rules="\n".join(f"        {p.rule}" for p in parts),
         symbols="\n\n".join(symbols),
-        needs=f"    needs = frozenset({{{', '.join(needs)}}})\n" if needs else "",
+        needs=f"    needs = frozenset({broken}{{{needs}}}{broken[:5]})\n" if needs else "",
         params=f"\n    @dataclass(frozen=True)\n    class Params(MethodParams):\n{params}" if params else "",
         errors="ConfigError for a parameter out of range" if params else "none",
         code=code.rstrip("\n"),

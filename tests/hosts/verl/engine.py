@@ -349,6 +349,7 @@ class _Host:
         from rl_plugins.verl.rows import TOKEN_COLUMNS
 
         worker = self.worker
+        self._restart()
         if teacher:
             os.environ[TEACHER_VARIABLE] = teacher
             cls = type("ActorRolloutRefWorker", (), {"ref_worker_cls": type(worker)})
@@ -371,13 +372,17 @@ class _Host:
         module.read_by_teacher(rows, told, list, compute, temperature, micro)
         return [queue.rows[key][TOKEN_COLUMNS["teacher_logprobs"]] for key in keys]
 
+    def _restart(self) -> None:
+        """The weights of the start."""
+        with torch.no_grad():
+            for p, start in zip(self.engine.module.parameters(), self.start, strict=True):
+                p.copy_(start)
+
     def _reset(self, case: Case) -> None:
         import loss_probes
         from verl.workers.config.optimizer import build_optimizer
 
-        with torch.no_grad():
-            for p, start in zip(self.engine.module.parameters(), self.start, strict=True):
-                p.copy_(start)
+        self._restart()
         optim = dataclasses.replace(self.actor.optim, optimizer=case.optimizer, lr=case.lr)
         self.engine.optimizer = build_optimizer(self.engine.module.parameters(), optim)
         self.engine.lr_scheduler = self.engine._build_lr_scheduler(self.engine.optimizer)

@@ -148,9 +148,9 @@ def through_trl(folder: Path, methods: list[str], params: dict[str, Any]) -> dic
         value = sampled(work, out)
         return value + 0.4 * torch.randn(value.shape, generator=torch.Generator().manual_seed(2))
 
-    def watched(stack, rollouts, tokens, host, estimator, budget):
+    def watched(stack, rollouts, tokens, *more):
         seen.update(rollouts=rollouts, tokens=tokens)
-        seen["decision"] = decide(stack, rollouts, tokens, host, estimator, budget)
+        seen["decision"] = decide(stack, rollouts, tokens, *more)
         return seen["decision"]
 
     def watched_columns(trainer, scored, out):

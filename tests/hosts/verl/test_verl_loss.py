@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -610,7 +611,7 @@ def test_a_teacher_reads_with_verls_passes(engine, policy, tmp_path, seed):
     """Log-probs of the same responses behind other prompts, whatever the micro-batch and the order of the rows are."""
     from rl_plugins.lab.demo.policy import build_model
 
-    teacher, model = "", policy
+    teacher, model = "", copy.deepcopy(policy)
     if seed is not None:
         teacher, model = str(tmp_path / "teacher"), build_model(seed)
         model.save_pretrained(teacher)

@@ -53,7 +53,7 @@ from rl_plugins.verl.prompts import (
     ranges,
 )
 from rl_plugins.verl.rows import Ragged, read_turns
-from rl_plugins.verl.session import SESSION, Answer, ProgramAgentLoop, Session, VerlEngine
+from rl_plugins.verl.session import SESSION, ProgramAgentLoop, Session, VerlEngine, VerlRewards
 from rl_plugins.verl.start import prepare
 from rl_plugins.verl.workers import ProgramWorker, sessions
 
@@ -297,7 +297,7 @@ def test_scores_are_verls_and_not_made_again() -> None:
     (scored,), (unscored,) = rows
     assert scored.reward_score == 3.0 and scored.extra_fields["reward_extra_info"] == {"a": 1.0, "b": 4.0}
     assert unscored.reward_score is None and len(worker.seen) == 1
-    assert isinstance(got[0].rewards, Answer)
+    assert isinstance(got[0].rewards, VerlRewards)
     with raises(MethodError, match=r"a reward model[^.]*\. Give .*enable_resource_pool=True"):
         made_by(program, None, worker=Rewarding(reward_loop_worker_handles=None))
 
