@@ -115,7 +115,7 @@ def trl_trainer(step: Any, window: list[dict[str, Tensor]]) -> Any:
         off_policy_mask_threshold=None,
         use_vllm=False,
         model=None,
-        _get_per_token_logps_and_entropies=lambda *args, **more: (window[0]["old_per_token_logps"], None),
+        _get_per_token_logps_and_entropies=lambda *args, **more: (window[0]["old_per_token_logps"], None, None),
         _metrics={"train": {}},
         _step=0,
         _buffered_inputs=window,
