@@ -42,7 +42,7 @@ def bench(
 ) -> None:
     """Compare methods on generated tasks, and decide the claims of their papers.
 
-    Every variant of a task has the same small policy, prompts, seeds and budget. A run takes about half a minute of a
+    Every variant of a task has the same small policy, prompts, seeds and budget. A run takes most of a minute of a
     core. What was finished is kept: the same command goes on.
 
     \b

@@ -1,6 +1,6 @@
 """Trains what is missing: several processes at a time, resumable, with the time left.
 
-Every run is a process of its own, forked from a server that has imported the host once, so that a run of half a minute
+Every run is a process of its own, forked from a server that has imported the host once, so that a run of a minute
 does not begin with ten seconds of imports. A run that fails is noted with its error, and the others go on.
 """
 

@@ -17,7 +17,7 @@ from rl_plugins.lab.bench.runs import Waiting
 from rl_plugins.lab.bench.tasks import COST_UNITS, TASKS
 from rl_plugins.lab.bench.verl_runs import agreement
 
-SECONDS = 25.0  # of a run on a core that has nothing else to do
+SECONDS = 48.0  # of a run on a core that has nothing else to do
 IN_VERL = 240.0  # of the one run that was made in verl, beside other work on two cores
 
 
