@@ -130,7 +130,7 @@ def test_pages_and_parts_that_only_the_site_has(read: dict[Path, Page], site: Pa
         "papers": "Reviewed and not built",
         "map": "core/estimators.py",
         "bench/vade": "Claims",
-        "bench": "Methods by tasks",
+        "bench": "How it is decided",
         "choose": "Combinations that exclude each other",
         "supervised": "One-Token Rollout",
         "trl": "AsyncGRPOTrainer",
