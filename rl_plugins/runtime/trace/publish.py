@@ -46,7 +46,8 @@ def log_table(rows: list[list[Any]]) -> None:
     if wandb is not None and wandb.run is not None:
         wandb.run.log({NAME: wandb.Table(columns=columns, data=rows)}, commit=False)  # the host's next log commits
     if trackio is not None and trackio.context_vars.current_run.get() is not None:
-        trackio.log({NAME: trackio.Table(columns=columns, data=rows)})
+        # at the batch, or trackio would count a step more and stretch the host's curves
+        trackio.log({NAME: trackio.Table(columns=columns, data=rows)}, step=rows[-1][0])
 
 
 def push(folder: Path, repository: str) -> None:

@@ -168,17 +168,22 @@ class Trace(Watcher):
         rows = frozenset(i for i, g in enumerate(rollouts.group.tolist()) if g in batch.groups)
         self._last = (rollouts.batch, rows)
         self._wait()
+        table = self._writer.take_table()
         self._writer.write(batch)
-        if self._run is not None and rollouts.batch + 1 >= self._run.total_batches:
-            self._wait()
+        if self._run is not None and rollouts.batch + self.params.every >= self._run.total_batches:
+            self._wait()  # the host ends its tracker before it says that training ended
+            table += self._writer.take_table()  # one table of both: W&B keeps one of a step
+        self._log(table)
 
     def _wait(self) -> None:
-        """Until the batch before is on disk; its table goes to the tracker."""
+        """Until the batch before is on disk."""
         assert self._writer is not None
         if failed := self._writer.wait():
             self.warn(f"a batch could not be written to {self.folder}: {failed}. Training goes on without it.")
+
+    def _log(self, table: list[list[Any]]) -> None:
         with self._going_on("a table could not be logged to the tracker"):
-            log_table(self._writer.take_table())
+            log_table(table)
 
     @contextmanager
     def _going_on(self, problem: str) -> Iterator[None]:
@@ -206,6 +211,7 @@ class Trace(Watcher):
         if self._writer is None:
             return
         self._wait()
+        self._log(self._writer.take_table())
         if self.params.hub:
             with self._going_on(f"{self.folder} could not be uploaded to {self.params.hub}"):
                 push(self.folder, self.params.hub)

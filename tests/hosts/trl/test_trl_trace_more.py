@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +105,38 @@ def test_a_masked_diffusion_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_asynchronous_trainer_refuses_a_trace(tmp_path: Path) -> None:
     with raises(ConfigError, match="rl_plugins.trl.GRPOTrainer"):
         AsyncGRPOConfig(output_dir=str(tmp_path), trace=True)
+
+
+@pytest.mark.long
+def test_trackers_keep_every_number_and_every_table(tmp_path: Path) -> None:
+    """Real W&B (offline) and real trackio (local), in a process of its own: trackio takes its folder at the import."""
+    for name in ("wandb", "trackio"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    variables = {"WANDB_MODE": "offline", "WANDB_DIR": tmp_path, "TRACKIO_DIR": tmp_path / "trackio"}
+    script = Path(__file__).parent / "trackers_script.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        env=os.environ | {k: str(v) for k, v in variables.items()},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    rows = [
+        row
+        for file in sorted((tmp_path / "out" / "trace" / "rollouts").iterdir())
+        for row in pq.read_table(file).to_pylist()[:3]
+    ]
+    assert len(rows) == 9 and any(row["notes"] for row in rows)
+    for name, kept in found["trackers"].items():
+        table = [row for part in kept["tables"] for row in part]
+        for mine, row in zip(table, rows, strict=True):
+            notes = "\n".join(f"{n['method']}: {n['text']}" for n in row["notes"])
+            assert mine.pop("notes") == notes and mine == {c: row[c] for c in mine} and len(mine) == 10, name
+        numbers = {m["train/global_step"]: m for m in kept["metrics"]}
+        for told in found["host"]:
+            expected = {f"train/{k}": v for k, v in told.items() if k != "step"}
+            assert expected.items() <= numbers[told["step"]].items() and len(expected) > 30, name
+    # the tables stretch no curve of trackio
+    assert [m["step"] for m in found["trackers"]["trackio"]["metrics"]] == [1, 2, 3]
