@@ -180,7 +180,7 @@ def rows_of(browser: Browser, table: str = "main .scroll table") -> list[list[st
 @pytest.mark.browser
 def test_filters_by_clicking(page: str, browser: Browser) -> None:
     browser.open(f"{page}#batch=1")
-    assert len(rows_of(browser)) == 5
+    assert len(rows_of(browser)) == 5 and "one.select took 2 tokens out of 1 row " in browser.text()
     left = {"zero variance": ["0", "3"], "dropped": ["1"], "truncated": ["4"], "stale": ["4"], "changed": ["1"]}
     for name, groups in {**left, "rewards disagree": ["1"]}.items():
         browser.click("fieldset label", name)
@@ -216,6 +216,7 @@ def test_a_group_says_what_the_methods_changed(page: str, browser: Browser) -> N
     assert "The advantage of 3 of 3 trained rollouts differs from plain GRPO, 1 with the other sign" in text
     assert "most in rollout 2 (-1 → +1.5)" in text and "one.select took tokens out of rollout 3." in text
     assert "Rollout 2, two: turned around" in text
+    assert "rollout 3 reward 1, one.select took 2 tokens out; not trained" in text
     assert [r[1] for r in rows_of(browser)] == ["-1 → -0.5", "+1 → +0.25", "-1 → +1.5", "+1 → left"]
     assert [r[2:4] for r in rows_of(browser)] == [["0", "1"], ["1", "0"], ["0", "1"], ["1", "0"]]
     # places on the common scale: the ring of rollout 2 is left of 0, its diamond right of it

@@ -10,7 +10,7 @@ const BatchView = ({ batch }) => {
       <dt>rewards</dt><dd>${Object.entries(batch.rewards).map(([n, v]) => `${n} ${number(v)}`).join(", ") || number(mean(batch.groups.reward))}</dd>
       <dt>without signal</dt><dd>${flat} of ${batch.groups.group.length} groups</dd>
       ${batch.selected_by ? html`<dt>prompts</dt><dd>chosen by ${batch.selected_by}</dd>` : ""}
-      ${left.map(([who, [rows, tokens]]) => html`<dt>${who}</dt><dd>took ${tokens} tokens out of ${rows} rows</dd>`)}
+      ${left.map(([who, [rows, tokens]]) => html`<dt>${who}</dt><dd>took ${counted(tokens, "token")} out of ${counted(rows, "row")}</dd>`)}
     </dl>
     <${Groups} groups=${groupsOf(batch)}/></section>`;
 };

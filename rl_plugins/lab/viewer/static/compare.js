@@ -61,7 +61,7 @@ const Pair = ({ pair, left, right, names }) => {
   const [j, setJ] = useState(0);
   const of = (side, rows, now, set) => html`<div><h2>${side} <small>batch ${pair[side === "A" ? "left" : "right"].batch}, reward ${number(mean(rows.map((r) => r.raw_reward)))}</small></h2>
     ${rows.map((r, k) => html`<article class=${k === now ? "chosen" : ""} tabindex="0" onClick=${() => set(k)} onKeyDown=${(e) => e.key === "Enter" && set(k)}>
-      <h3>${k === now ? "\u25b8 " : ""}rollout ${r.rollout} <small>reward ${number(r.raw_reward)}, advantage ${signed(r.advantage)}, ${r.completion_ids.length} tokens</small></h3>
+      <h3>${k === now ? "\u25b8 " : ""}rollout ${r.rollout} <small>reward ${number(r.raw_reward)}, advantage ${signed(r.advantage)}, ${counted(r.completion_ids.length, "token")}</small></h3>
       <pre class="text">${visible(r.completion.slice(0, 300))}${r.completion.length > 300 ? ` [${r.completion.length - 300} further characters]` : ""}</pre></article>`)}</div>`;
   return html`<section><h1>Dataset row ${pair.prompt} <small>${names[0] ? `A: ${names[0]}, B: ${names[1]}` : "A: earlier, B: later"}</small></h1>
     ${left.rows[0].prompt === right.rows[0].prompt ? html`<pre class="text prompt">${cut(left.rows[0].prompt, 20000)}</pre>`

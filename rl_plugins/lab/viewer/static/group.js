@@ -1,7 +1,7 @@
 "use strict";
 // A group: what the methods changed, the tree of its completions, its turns, its texts.
 
-const fate = (r) => (r.left.length ? `${r.left.map((l) => `${l.method}.${l.hook} took ${l.tokens} tokens out`).join("; ")}${r.trained ? "" : "; not trained"}`
+const fate = (r) => (r.left.length ? `${r.left.map((l) => `${l.method}.${l.hook} took ${counted(l.tokens, "token")} out`).join("; ")}${r.trained ? "" : "; not trained"}`
   : r.trained ? "trained" : "not trained") + (r.origin === "generated" ? "" : `, ${r.origin}`) + (r.truncated ? ", truncated" : "");
 
 const tokensOf = (r) => (r.advantages.length ? r.advantages.at(-1).tokens : null);
@@ -61,7 +61,7 @@ const GroupView = ({ run, group, about }) => {
     ${rows.some((r) => r.turns && r.turns.length) ? html`<h2>Turns</h2><${Turns} rows=${rows} texts=${texts}/>` : ""}
     <h2>Texts</h2>
     <div class="side">${rows.map((r) => html`<article tabindex="0" onClick=${() => pick(r)} onKeyDown=${(e) => e.key === "Enter" && pick(r)}>
-      <h3>rollout ${r.rollout} <small>${number(r.raw_reward)}, ${fate(r)}</small></h3>
+      <h3>rollout ${r.rollout} <small>reward ${number(r.raw_reward)}, ${fate(r)}</small></h3>
       <pre class="text">${visible(r.completion.slice(0, 600))}${r.completion.length > 600 ? ` [${r.completion.length - 600} further characters]` : ""}</pre></article>`)}</div></section>`;
 };
 

@@ -72,7 +72,7 @@ const RolloutView = ({ texts, row, prompt }) => {
   };
   const click = (e) => { const i = e.target.closest("[data-i]"); look(i ? Number(i.dataset.i) : null); };
   const sign = values && values.some((v) => !missing(v) && v < base);
-  return html`<section><h1>Rollout ${row.rollout} <small>${row.completion_ids.length} tokens, ${fate(row)}</small></h1>
+  return html`<section><h1>Rollout ${row.rollout} <small>${counted(row.completion_ids.length, "token")}, ${fate(row)}</small></h1>
     <dl>
       <dt>rewards</dt><dd>${row.rewards.map((w) => `${w.name} ${number(w.value)}`).join(", ")}; sum ${number(row.raw_reward)}${row.rewarded.map((w) => `; ${w.method} ${number(w.reward)}`)}</dd>
       <dt>advantage</dt><dd>plain GRPO ${number(row.grpo)}${row.advantages.map((s) => ` \u2192 ${s.stage} ${number(s.advantage)}`)}</dd>

@@ -45,6 +45,7 @@ const missing = (x) => x === null || x === undefined || Number.isNaN(x);
 const ROUNDING = 1e-12; // a number below it is what rounding left of 0
 const number = (x) => (missing(x) ? "\u2013" : Math.abs(x) < ROUNDING ? "0" : Number(x.toPrecision(4)).toString());
 const signed = (x) => (x >= ROUNDING ? "+" : "") + number(x);
+const counted = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
 const mean = (values) => {
   const known = values.filter((v) => !missing(v));
   return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
