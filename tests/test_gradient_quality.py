@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import types
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +20,7 @@ from messages import raises
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.rollouts import PlanRow
 from rl_plugins.kit.masked import MaskedOptions
+from rl_plugins.lab.quality import measure, page, session, summary
 from rl_plugins.lab.quality.drive import Driver, QualityVariant, by_agent
 from rl_plugins.lab.quality.variants import variants_of
 from rl_plugins.lab.quality.worlds.chain import Chain
@@ -27,6 +29,8 @@ from rl_plugins.lab.quality.worlds.processes import agents, sequences, team
 from rl_plugins.lab.quality.worlds.tables import better_of, first_flaw, table
 from rl_plugins.tools.gradient_quality import AnswerTable, break_even, progress_at, quality, read_pool, write_pool
 from rl_plugins.tools.gradient_quality.sketch import CountSketch, score_sketches
+
+ROOT = Path(__file__).parents[1]
 
 
 def tiny(prompts=3, answers=3, dims=4, seed=0):
@@ -384,3 +388,15 @@ def test_the_noise_left_in_a_mean_of_batches_is_no_signal() -> None:
     found = [quality(of, np.full(40, 64.0), {"g": g}, 64) for of in batches]
     assert float(np.median([q.noise.value for q in found])) == pytest.approx(10, rel=0.05)
     assert float(np.median([q.direction["g"].value for q in found])) == pytest.approx(1, abs=0.03)
+
+
+def test_publishing_keeps_the_records_that_are_there(tmp_path, monkeypatch):
+    """An empty folder of results, or one of another world, replaces nothing."""
+    (tmp_path / "rl_plugins/lab/quality").mkdir(parents=True)
+    (tmp_path / "rl_plugins" / summary.SUMMARY).parent.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(page, "draw", lambda told, folder: None)
+    known = measure.read(ROOT / session.RAW)
+    seeds = [{key: record for key, record in known.items() if record["seed"] == seed} for seed in (0, 1)]
+    for records in (*seeds, {}):
+        session.publish(records, tmp_path)
+    assert measure.read(tmp_path / session.RAW) == seeds[0] | seeds[1] and all(seeds)

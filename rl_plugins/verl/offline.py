@@ -37,8 +37,8 @@ def run_of(config: Any) -> Run:
     paths = [Path(str(f)).expanduser() for f in ([files] if isinstance(files, str) else files or ())]
     if not paths or not all(p.suffix == ".parquet" and p.is_file() for p in paths):
         raise ConfigError(
-            f"data.train_files={', '.join(map(str, paths)) or 'null'} is given. An audit reads parquet files on this "
-            f"machine."
+            f"data.train_files={', '.join(map(str, paths)) or 'null'} is given. Here only parquet files on this "
+            f"machine are read."
         )
     rows = ParquetRows(paths, read("data.prompt_key", "prompt"))
     most = read("data.train_max_samples", -1)

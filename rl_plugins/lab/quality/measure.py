@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import time
@@ -129,8 +130,9 @@ def _measure(job: Job) -> Record:
 
 
 def read(file: Path) -> dict[tuple[Any, ...], Record]:
-    """Records of this version, by the key of their job; none where there is no file."""
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    """Records of this version, by the key of their job; none where there is no file. It may be compressed (.gz)."""
+    stored = file.read_bytes() if file.exists() else b""
+    text = (gzip.decompress(stored) if file.suffix == ".gz" and stored else stored).decode()
     whole = text[: text.rfind("\n") + 1]  # the last line may be cut off
     found = [json.loads(line) for line in whole.splitlines()]
     names = Job.__dataclass_fields__

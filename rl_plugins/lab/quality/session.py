@@ -74,11 +74,12 @@ def session(
 
 
 def publish(records: Mapping[tuple[Any, ...], Mapping[str, Any]], root: Path) -> None:
-    """Keeps records, summary and figures in a checkout."""
+    """Keeps records, beside those that are there, summary and figures in a checkout."""
     if not (root / "rl_plugins" / "lab" / "quality").is_dir():
         raise ConfigError(f"{root} is no checkout of rl-plugins. Name the folder of one with --publish.")
     raw = root / RAW
     raw.parent.mkdir(parents=True, exist_ok=True)
+    records = {**read(raw), **records}
     lines = "".join(json.dumps(record) + "\n" for record in records.values())
     raw.write_bytes(gzip.compress(lines.encode(), mtime=0))
     told = write(root / "rl_plugins", [dict(r) for r in records.values()])

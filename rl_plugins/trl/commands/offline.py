@@ -45,7 +45,7 @@ class OfflineRun:
         dataset, streaming = dataset_of(args, script_args, dataset_args, found)
         if dataset is None:
             why = [*found.problems, *found.notes] or ["The dataset is a stream."] * streaming
-            raise ConfigError(f"{' '.join(why)} An audit reads the rows of a dataset on this machine.")
+            raise ConfigError(f"{' '.join(why)} Here only the rows of a dataset on this machine are read.")
         rewards = functions_of_config(script_args.reward_model_name_or_path, script_args.reward_funcs or ())
         return cls(capabilities.KnownRun(args, dataset, len(dataset), reward_names_of(script_args)), rewards, model)
 
