@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Literal
+from typing import Any, Literal
 
 HOSTS = ("trl", "verl")
 Kind = Literal["option", "tool", "page", "elsewhere"]
@@ -57,7 +57,16 @@ def _answer(kind: Kind, name: str, told: Mapping[str, str | list[str]]) -> Answe
     return Answer(kind, name, str(told["does"]), use, tuple(told.get("problems", ())), str(told["words"]))
 
 
-_READ = tomllib.loads(files("rl_plugins.cards").joinpath("problems.toml").read_text(encoding="utf-8"))
+def said() -> list[tuple[str, tuple[str, ...]]]:
+    """What users say, and the names of what answers it: a method, or kind:name."""
+    return [(one["text"], tuple(one["of"])) for one in _read("said")["said"]]
+
+
+def _read(name: str) -> dict[str, Any]:
+    return tomllib.loads(files("rl_plugins.cards").joinpath(f"{name}.toml").read_text(encoding="utf-8"))
+
+
+_READ = _read("problems")
 PROBLEMS: dict[str, Problem] = {
     key: Problem(**{name: " ".join(text.split()) for name, text in told.items()})
     for key, told in _READ["problem"].items()

@@ -1,13 +1,15 @@
 """Which problems, methods, host options, commands and pages a sentence speaks of.
 
-Every name, every phrase that users have for a thing, and every sentence about it is a row of a table of SQLite in
-memory. Its full-text index (FTS5, words by their stem) ranks the rows by BM25, and a thing counts by its best row.
+Every name, every phrase that users have for a thing, every sentence about it and what users said of it in threads is a
+row of a table of SQLite in memory. Its full-text index (FTS5, words by their stem) ranks the rows by BM25. A thing has
+the score of its best row, half of that of the second, and so on.
 """
 
 from __future__ import annotations
 
 import re
 import sqlite3
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +17,7 @@ from itertools import pairwise
 from typing import Literal
 
 from rl_plugins.cards.catalog import Card, cards
-from rl_plugins.cards.problems import ANSWERS, HOSTS, PROBLEMS, Answer, Problem
+from rl_plugins.cards.problems import ANSWERS, HOSTS, PROBLEMS, Answer, Problem, said
 from rl_plugins.core.errors import nearest
 
 Kind = Literal["problem", "method", "option", "tool", "page", "elsewhere"]
@@ -57,11 +59,12 @@ def search(sentence: str, host: str | None) -> list[Hit]:
     """Everything of this host, or of both, that has a word of the sentence; the nearest first."""
     table, things, known = _table((host,) if host else HOSTS)
     asked = _asked(sentence, known)
-    best: dict[int, float] = {}
-    ranked = "select thing, -bm25(texts) * weight from texts where text match ?"
+    scores: dict[int, list[float]] = defaultdict(list)
+    ranked = "select thing, -bm25(texts) * weight as score from texts where text match ? order by score desc"
     for i, score in table.execute(ranked, [asked]) if asked else ():
-        best[i] = max(score, best.get(i, 0.0))
-    return [Hit(*things[i][:2], best[i], things[i][2]) for i in sorted(best, key=lambda i: (-best[i], i))]
+        scores[i].append(score / 2 ** len(scores[i]))
+    hits = (Hit(*things[i][:2], sum(found), things[i][2]) for i, found in sorted(scores.items()))
+    return sorted(hits, key=lambda hit: -hit.score)
 
 
 @cache
@@ -69,6 +72,8 @@ def _table(hosts: tuple[str, ...]) -> tuple[sqlite3.Connection, list[Thing], fro
     """The table, the things by their number in it, and all words of its texts."""
     things = list(_things(set(hosts)))
     rows = [(text, i, weight) for i, (_, _, _, texts) in enumerate(things) for weight, text in texts]
+    number = {name if kind == "method" else f"{kind}:{name}": i for i, (kind, name, *_) in enumerate(things)}
+    rows += [(text, number[name], PHRASE) for text, names in said() for name in names if name in number]
     table = sqlite3.connect(":memory:")
     columns = "text, thing unindexed, weight unindexed, tokenize='porter unicode61'"
     table.execute(f"create virtual table texts using fts5({columns})")
