@@ -130,7 +130,9 @@ def test_list_shows_every_method(view, plugins):
 
 
 def test_json_of_info():
-    for name in ("vade", "mdlm", "otr"):
+    """Of what `suggest` names besides methods, too."""
+    assert "no such option" in json.loads(rl_plugins("info", "router_replay", "--json"))["trl"]
+    for name in ("vade", "mdlm", "otr", "overlong_buffer", "audit"):
         told = json.loads(rl_plugins("info", name, "--json"))
         assert told.pop("name") == name
         printed = rl_plugins("info", name)
@@ -213,7 +215,13 @@ def test_list_for_programs(plugins):
 def test_info_of_every_method_can_be_followed(name):
     """The lines it tells to write into a config and onto the command line are accepted and mean the same."""
     text = rl_plugins("info", name)
+    screen = text[: text.index("\nWhat\n")]
+    assert sum(len(textwrap.wrap(line, 120)) or 1 for line in screen.splitlines()) <= 40
     found = registry.load(name)
+    assert f"{catalog.card_of(found).standing.word}.\n  for: " in screen and "  against: " in screen
+    assert "rl_plugins.lab.demo" not in screen + text[text.index("\nHow to use\n") : text.index("\nSource\n")]
+    example = {key: value for one in usage_of(found).params.values() for key, value in one.items()}
+    text = re.sub(r"your_module:(\w+)", lambda own: example[own[1]], text)
     parts = [registry.load(p) for p in found.parts] if isinstance(found, Bundle) else [found]
     if "trl" in catalog.card_of(found).hosts:
         lines = text[text.index("TRL, in the YAML config") : text.index("TRL, on the command line:")].splitlines()[1:]

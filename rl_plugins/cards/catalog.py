@@ -10,6 +10,8 @@ from functools import cache, cached_property, partial
 from importlib.resources import files
 from typing import Any
 
+from rl_plugins.cards.problems import Answer
+from rl_plugins.cards.quality import trained, trainings_of
 from rl_plugins.cards.results import Result, measured_of
 from rl_plugins.cards.standing import Standing, standing_of
 from rl_plugins.core.errors import RLPluginsError
@@ -241,6 +243,22 @@ class Card:
         return {"use if": 1, "unknown": 2, "skip": 3}[self.standing.word]
 
     @property
+    def seen(self) -> list[str]:
+        """What was measured, a line each: runs of many steps in exact worlds, then examples."""
+        trainings = (f"{t['world']}, {trained(t)}" for t in trainings_of(self.parts))
+        return [*trainings, *(result.line for result in self.measured)]
+
+    @property
+    def good(self) -> str:
+        """What speaks for it; without a verdict, what was measured of it."""
+        return self.standing.good or f"no verdict; measured: {'; '.join(self.seen[:3]) or 'nothing'}"
+
+    @property
+    def bad(self) -> str:
+        """What speaks against it."""
+        return self.standing.bad or "no loss was measured"
+
+    @property
     def rank(self) -> tuple[bool, int, str]:
         """First what needs nothing to be given (a judge, embeddings), then by fidelity, then by name."""
         worst = max(map(list(FIDELITY).index, self.fidelity.split(", ")), default=0)
@@ -268,6 +286,17 @@ def answering(problem: str, found: Iterable[Card]) -> list[Card]:
     """The cards that name a problem: those of the best promise first, then those that name it first, then by rank."""
     named = [card for card in found if problem in card.problems]
     return sorted(named, key=lambda card: (card.promise, card.problems[0] != problem, card.rank))
+
+
+def in_order(found: Sequence[Card], others: Sequence[Answer]) -> tuple[Card | Answer, ...]:
+    """What answers a problem, in the one order of README, choose.md and `suggest`: methods that helped, options of
+    hosts and commands, then the other methods.
+
+    Args:
+        found: in the order of :func:`answering`.
+    """
+    helped = sum(card.promise == 0 for card in found)
+    return (*found[:helped], *others, *found[helped:])
 
 
 def hosts_of(cls: type[Method]) -> list[str]:

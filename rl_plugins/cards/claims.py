@@ -17,6 +17,22 @@ from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.card_file import card_file
 
+# What the metrics of claims mean.
+MEASURES: Mapping[str, str] = {
+    "right": "right answers on held-out prompts (share)",
+    "clean": "right answers, each step right and nothing superfluous, held out (share)",
+    "tidy": "held-out answers without a superfluous mark (share)",
+    "steps": "right steps on held-out prompts (share)",
+    "solved": "held-out prompts solved in at least one of 4 tries (share)",
+    "solved_8": "held-out prompts solved in at least one of 8 tries (share)",
+    "agree": "held-out answers equal to those to other wordings (share of pairs)",
+    "length": "characters per held-out answer",
+    "no_signal": "rollouts in groups of equal rewards, in training (share)",
+    "entropy": "entropy per token in training (nats)",
+    "score": "score of agents in held-out episodes (0 to 1)",
+    "tokens": "tokens decoded until the end",
+    "rows": "rows made until the end",
+}
 Verdict = Literal["helps", "harmful", "within", "cannot be seen here", "failed", "not run", "not tested"]
 
 

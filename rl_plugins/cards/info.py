@@ -1,4 +1,4 @@
-"""`rl-plugins info`: everything about one method or bundle, as text."""
+"""`rl-plugins info`: first what decides whether to use a method or bundle, then everything about it; as text."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from rl_plugins.cards.catalog import (
     preset_text,
 )
 from rl_plugins.cards.claims import claim_lines
-from rl_plugins.cards.problems import PROBLEMS
+from rl_plugins.cards.problems import ANSWERS, HOSTS, PROBLEMS, Answer
 from rl_plugins.cards.quality import quality_lines
 from rl_plugins.cards.results import Result, measured_of
-from rl_plugins.cards.usage import Usage, usage_of
+from rl_plugins.cards.usage import Usage, line_of, needs_of_run, usage_of
 from rl_plugins.core.errors import RLPluginsError
 from rl_plugins.core.method import Bundle, Method
 from rl_plugins.core.params import describe_params
@@ -33,21 +33,35 @@ from rl_plugins.runtime.card_file import CardFile, Paper, card_file
 from rl_plugins.tools import supervised
 
 Sections = list[tuple[str, str]]
+FEW = 6  # lines against a method on the first screen
 
 
 def print_info(name: str, as_json: bool = False) -> None:
-    """Everything about one method, bundle or supervised loss; as JSON: its name, and each section as a text.
+    """Everything about a method, bundle, supervised loss, or other answer that `suggest` names; as JSON: its name, and
+    each section as a text.
 
     Raises:
         ConfigError: no such name, or it cannot be used.
     """
-    loss = name in supervised.LOSSES
-    head, sections = _of_loss(supervised.card_of(name)) if loss else _of_method(registry.load(name))
+    other = next((answer for answer in ANSWERS if answer.name == name), None)
+    if name in supervised.LOSSES:
+        head, sections = _of_loss(supervised.card_of(name))
+    elif other and name not in registry.all_names():
+        head, sections = _of_other(other)
+    else:
+        head, sections = _of_method(registry.load(name))
     print(json.dumps({"name": name, **dict(sections)}, indent=2) if as_json else _page(head, sections))
 
 
 def _page(head: str, sections: Sections) -> str:
     return "\n\n".join([head, *(f"{title}\n{_indented(text)}" for title, text in sections)])
+
+
+def _of_other(answer: Answer) -> tuple[str, Sections]:
+    lines = {host: answer.use.get(host, "no such option") for host in HOSTS}
+    use = [("How to use", lines["trl"])] if len(set(lines.values())) == 1 else list(lines.items())
+    problems = _listed(PROBLEMS[p].title for p in answer.problems)
+    return f"{answer.name}: {answer.does}.", [*use, *([("Problems it answers", problems)] if problems else [])]
 
 
 def info_of_loss(card: supervised.SupervisedLoss) -> str:
@@ -83,20 +97,27 @@ def info(found: type[Method] | Bundle) -> str:
 
 def _of_method(found: type[Method] | Bundle) -> tuple[str, Sections]:
     card = card_of(found)
-    sections: Sections = []
+    sections: Sections = [
+        ("Whether to use it", _standing(card)),
+        ("Use it when", "" if isinstance(found, Bundle) else card.file.use_when),
+        ("Not when", card.avoid_when),
+        ("What it costs", card.cost),
+        (
+            "To copy",
+            "\n".join([f"{h}: {line_of(card, h)}" for h in HOSTS if h in card.hosts] + [*needs_of_run(card).notes]),
+        ),
+    ]
     if isinstance(found, Bundle):
         parts = "".join(f"\n  {part}{preset_text(values)}" for part, values in found.parts.items())
         sections.append(("What", f"{card.file.about}\n\nStands for, with the settings of the paper:{parts}"))
     else:
         sections.append(("What", inspect.cleandoc(found.__doc__ or "No description.")))
-        sections.append(("Use it when", card.file.use_when))
     sections.append(("Problems it answers", _listed(PROBLEMS[p].title for p in found.problems if p in PROBLEMS)))
-    sections.append(("Not when", card.avoid_when))
-    sections.append(("What it costs", card.cost))
-    sections.append(("Whether to use it", _standing(card)))
+    sections.append(("In which worlds", _listed(card.standing.worlds)))
     sections.append(("What the paper claims", _listed(claim_lines(found.name))))
-    sections.append(("What we measured", _listed(map(measured_text, card.measured)) or "Nobody measured it yet."))
-    sections.append(("How good its gradient is", _listed(quality_lines(found.name))))
+    measured, gradients = _listed(map(measured_text, card.measured)), _listed(quality_lines(found.name))
+    sections.append(("What we measured", measured or ("" if gradients else "Nobody measured it yet.")))
+    sections.append(("How good its gradient is", gradients))
     sections.append(("Goes with", _listed(f"{name}: {why}" for name, why in card.file.goes_with.items())))
     sections.append(("Excludes", _listed(_excludes(card))))
     if isinstance(found, Bundle):
@@ -123,7 +144,11 @@ def _of_method(found: type[Method] | Bundle) -> tuple[str, Sections]:
 
 
 def _standing(card: Card) -> str:
-    return f"{card.standing.word}. {card.standing.why}".rstrip()
+    """The verdict, and what speaks for and against it."""
+    standing = card.standing
+    against = list(standing.against[:FEW]) or [card.bad]
+    against += [f"{left} more below"] if (left := len(standing.against) - FEW) > 0 else []
+    return "\n".join([f"{standing.word}.", f"for: {card.good}", *(f"against: {text}" for text in against)])
 
 
 def params_of_paper(file: CardFile) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -51,6 +51,11 @@ def lines_of(told: Mapping[str, Any], method: str) -> list[str]:
         else:
             lines.append(f"{world}, {variant}: refused. {sizes[min(sizes)]['refused']}")
     return lines + [f"{t['world']}, {t['variant']}: {trained(t)}." for t in told["trainings"] if method in t["methods"]]
+
+
+def trainings_of(methods: Collection[str]) -> list[Mapping[str, Any]]:
+    """Runs of many steps with exactly these methods."""
+    return [t for t in measured()["trainings"] if set(t["methods"]) == set(methods)]
 
 
 def trained(told: Mapping[str, Any]) -> str:

@@ -64,6 +64,17 @@ class Result:
         return self.claim.partition(",")[0]
 
     @property
+    def worse(self) -> bool:
+        """Whether it was seen to be behind: the interval of the difference, or else both intervals apart."""
+        sign = 1 if self.better == "higher" else -1
+        if self.mean is not None and self.low is not None and self.high is not None:
+            return max(sign * (self.low - self.none), sign * (self.high - self.none)) < 0
+        if len(self.value) < 2 or len(self.other) < 2:
+            return False
+        (mine, half), (theirs, other) = self.value, self.other
+        return sign * (theirs - mine) > half + other
+
+    @property
     def line(self) -> str:
         """What was measured, with its figures, and which direction is better if it is not the usual one."""
         return f"{self.claim}, {self.numbers}" + (", lower is better" if self.better == "lower" else "")

@@ -1,10 +1,13 @@
 """Whether to use a method: from the verdicts on its claims, and from the quality of its gradients.
 
 use        a claim helped, and nothing speaks against it
-use if     it helped, or a step made more progress than GRPO's, in some places and not in all
-skip       nothing speaks for it, and it did harm or no more than the host's own way, or its steps make less progress in
-           every world where it acts, two or more
+use if     a claim helped; or no claim was harmful, and steps make more progress than GRPO's in as many worlds as less
+skip       neither, and it did harm or no more than the host's own way, or its steps make less progress in every world
+           where it acts, two or more
 unknown    everything else: runs and worlds could not see it, or there are none
+
+Claims that were not met and what was measured below the baseline are told, and decide nothing but between use and use
+if.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from functools import cache
 from typing import Literal
 
 from rl_plugins.cards import quality
-from rl_plugins.cards.claims import decide, measured, name_of, outcomes_of
+from rl_plugins.cards.claims import MEASURES, decide, measured, name_of, numbers, outcomes_of
+from rl_plugins.cards.quality import trained, trainings_of
+from rl_plugins.cards.results import measured_of
 
 Word = Literal["use", "use if", "skip", "unknown"]
 WORDS: tuple[Word, ...] = ("use", "use if", "skip", "unknown")
@@ -28,17 +33,25 @@ class Standing:
     """Whether to use a method.
 
     Attributes:
-        helped: whether a claim helped; else only its gradients speak for it.
         why: what speaks for and against it, as sentences; empty if nothing does. A world without targets in brackets
             stands for all its targets, in batches of any size.
-        good, bad: the same, short: what speaks for it, with conditions, and what speaks against it, as counts.
+        helped: claims that helped, with figures; without any only its gradients speak for it.
+        good: what speaks for it, as sentences.
+        against: what speaks against it, the strongest first; worlds as counts.
+        worlds: the worlds by name in which its steps make more, less, or no more progress than the host's own way.
     """
 
     word: Word
     why: str
-    helped: bool = False
+    helped: tuple[str, ...] = ()
     good: str = ""
-    bad: str = ""
+    against: tuple[str, ...] = ()
+    worlds: tuple[str, ...] = ()
+
+    @property
+    def bad(self) -> str:
+        """What speaks against it, as one text."""
+        return "; ".join(self.against)
 
 
 @cache
@@ -48,40 +61,56 @@ def standing_of(name: str, parts: tuple[str, ...]) -> Standing:
     Args:
         parts: the methods that it stands for.
     """
-    helped, against = [], []
+    helped, harm, matched, unmet = [], [], [], []
     for told in outcomes_of(name):
         if not set((told.get("variant") or name).partition("@")[0].split("+")) <= {name, *parts}:
             continue
         verdict, by = decide(told)
-        where = f"{told.get('metric')} in {told.get('task')}"
+        if not (d := measured(told).get(by)):
+            continue
+        where, apart = f"{MEASURES[told['metric']]} in `{told['task']}`", f"{numbers(d)} to {name_of(told, by)}"
         if verdict == "helps":
-            helped.append(where)
+            helped.append(f"{where}, {apart}")
         elif verdict == "harmful":
-            against.append(f"{where}, behind {name_of(told, by)}")
-        elif by in measured(told) and by:
-            against.append(f"{where}, not seen to be ahead of {name_of(told, by)}")
+            harm.append(f"{where}, harmful, {apart}")
+        elif by:
+            matched.append(f"{where}, not seen to be ahead of {name_of(told, by)}")
+        else:
+            unmet.append(f"{where}, not seen to help, {apart}")
+    lost = [r.line for r in measured_of(name, parts) if r.worse]
+    lost += [f"{t['world']}, {trained(t)}" for t in trainings_of(parts) if "difference" in t and t["difference"][2] < 0]
     more: list[str] = []
-    less: list[str] = []
-    same: list[str] = []
+    less: dict[str, str] = {}
+    same: dict[str, str] = {}
     acts = 0
     for world, signs, host in worlds_of(parts):
         acts += 1
         targets = list(quality.targets_of(world)[:2])
-        for found, sign in ((more, "more"), (less, "less")):
-            if signs[sign]:
-                found.append(world if signs[sign] == targets else f"{world} ({', '.join(signs[sign])})")
-        same += [f"{world} (`{host}`)"] if host else []
+        said = {
+            s: world if found == targets else f"{world} ({', '.join(found)})" for s, found in signs.items() if found
+        }
+        more += [said["more"]] if "more" in said else []
+        if "less" in said:
+            less[world] = said["less"]
+        elif host:
+            same[world] = host
     word: Word = "unknown"
-    if helped or more:
-        word = "use if" if against or less or not helped else "use"
-    elif against or len(less) == acts >= ENOUGH_WORLDS:
+    if helped or (more and not harm and len(more) >= len(less)):
+        word = "use if" if harm or matched or unmet or lost or less or not helped else "use"
+    elif harm or matched or len(less) == acts >= ENOUGH_WORLDS:
         word = "skip"
-    steps = {"A step makes less progress in ": less, "A step makes no more progress than the host's own way in ": same}
-    counts = {"less progress in ": less, "no more than the host's own way in ": same}
-    bad = [*against, *(f"{head}{len(of)} of {acts} worlds" for head, of in counts.items() if of)]
+    ways = ", ".join(f"`{way}`" for way in dict.fromkeys(same.values()))
+    counts = {"less progress": less, f"no more than the host's own way ({ways})": same}
+    told_against = [*harm, *matched, *lost, *unmet]
+    against = (*told_against, *(f"{head} in {len(of)} of {acts} worlds" for head, of in counts.items() if of))
     good = _sentences({"Helped: ": helped, "A step makes more progress than GRPO's in ": more})
-    why = f"{good} {_sentences({'Against it: ': against, **steps})}".strip()
-    return Standing(word, why, bool(helped), good, "; ".join(bad))
+    worlds = {
+        "A step makes less progress in ": list(less.values()),
+        "A step makes no more progress than the host's own way in ": [f"{w} (`{way}`)" for w, way in same.items()],
+    }
+    why = [good, _sentences({"Against it: ": told_against}), _sentences(worlds)]
+    listed = tuple(f"{head}{'; '.join(of)}." for head, of in worlds.items() if of)
+    return Standing(word, " ".join(filter(None, why)), tuple(helped), good, against, listed)
 
 
 def _sentences(parts: Mapping[str, list[str]]) -> str:

@@ -70,9 +70,14 @@ class Usage:
     masked: bool = False
 
     @property
+    def to_copy(self) -> dict[str, dict[str, Any]]:
+        """The parameters as a user would write them: a function or environment of the demo is one of his own."""
+        return {method: {k: _own(k, v) for k, v in values.items()} for method, values in self.params.items()}
+
+    @property
     def needs(self) -> dict[str, Any]:
         """Options of TRL, and parameters as "METHOD.PARAMETER"."""
-        params = {f"{method}.{key}": value for method, values in self.params.items() for key, value in values.items()}
+        params = {f"{method}.{key}": value for method, values in self.to_copy.items() for key, value in values.items()}
         return {**self.options["trl"], **params}
 
     @property
@@ -84,21 +89,21 @@ class Usage:
         """For the YAML config of `trl grpo`."""
         lines = [f"methods: [{', '.join(self.methods)}]"]
         if self.params:
-            lines.append(f"method_params: {json.dumps(self.params)}")
+            lines.append(f"method_params: {json.dumps(self.to_copy)}")
         return "\n".join([*lines, *(f"{k}: {_yaml(v)}" for k, v in self.options["trl"].items())])
 
     def flags(self) -> str:
         """The same as options of `command_of_trl`."""
         words = [f"--methods {' '.join(self.methods)}"]
         if self.params:
-            words.append(f"--method_params '{json.dumps(self.params)}'")
+            words.append(f"--method_params '{json.dumps(self.to_copy)}'")
         return " ".join([*words, *(f"--{k} {_yaml(v)}" for k, v in self.options["trl"].items())])
 
     def python(self) -> str:
         """The same as arguments of the config."""
         words = [f"methods={list(self.methods)!r}"]
         if self.params:
-            words.append(f"method_params={ {k: dict(v) for k, v in self.params.items()}!r}")
+            words.append(f"method_params={self.to_copy!r}")
         words += [f"{k}={v!r}" for k, v in self.options["trl"].items()]
         return f"{'Masked' * self.masked}GRPOConfig({', '.join(words)})"
 
@@ -106,7 +111,7 @@ class Usage:
         """Arguments of the config of the diffusion trainer."""
         words = [f"methods={list(self.methods)!r}"]
         if self.params:
-            words.append(f"method_params={ {k: dict(v) for k, v in self.params.items()}!r}")
+            words.append(f"method_params={self.to_copy!r}")
         words += [f"{k}={v!r}" for k, v in self.options["diffusion"].items()]
         return f"DiffusionConfig({', '.join(words)})"
 
@@ -122,7 +127,7 @@ class Usage:
         words.append(f'"+rl_plugins.methods=[{",".join(self.methods)}]"')
         return words + [
             _word(f"+rl_plugins.method_params.{method}.{key}={hydra(value)}")
-            for method, values in self.params.items()
+            for method, values in self.to_copy.items()
             for key, value in values.items()
         ]
 
@@ -204,6 +209,8 @@ def usage_of(found: type[Method] | Bundle, paper: bool = True) -> Usage:
         notes.append("Pass two or more reward functions: in TRL `reward_funcs`, in verl keys of the answer.")
     if "step_rewards" in signals:
         notes.append("Let a reward function return a list for a completion, one number per step.")
+    if any(cls.name == "turn_control" for cls in helpers):
+        notes.append("Leave out `turn_control` where the trainer plays the turns itself, with tools or an environment.")
     columns = sorted({s.partition(":")[2] for m in made for s in m.needs if s.startswith("column:")} - {"prompt"})
     brought = {name.removeprefix("column:") for m in made for name in m.brings}
     if set(columns) - brought:
@@ -229,6 +236,12 @@ def _needed_beside(parts: Sequence[type[Method]]) -> list[str]:
     if known:
         return known[:1]
     return ["turn_control"] if {"turns", "redundancy"} & signals else []
+
+
+def _own(key: str, value: Any) -> Any:
+    """ "your_module:judge" for a judge of the demo, which would train on the demo's tasks unnoticed."""
+    of_demo = isinstance(value, str) and value.startswith("rl_plugins.lab.demo")
+    return f"your_module:{key}" if of_demo else value
 
 
 def _yaml(value: Any) -> str:

@@ -9,16 +9,21 @@ import typer
 
 def _names(begun: str) -> list[str]:
     """What a shell completes."""
+    from rl_plugins.cards.problems import ANSWERS
     from rl_plugins.runtime import registry
 
-    return [name for name in registry.all_names() if name.startswith(begun)]
+    names = [*registry.all_names(), *(answer.name for answer in ANSWERS)]
+    return [name for name in names if name.startswith(begun)]
 
 
 def info(
-    method: Annotated[str, typer.Argument(help="Name of a method or bundle.", autocompletion=_names)],
+    method: Annotated[
+        str,
+        typer.Argument(help="Name of a method or bundle, or of an option that `suggest` names.", autocompletion=_names),
+    ],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show everything about one method: update rule, parameters, costs, measurements, how to use it."""
+    """Show whether to use a method, and a line to copy; then its update rule, parameters, measurements and configs."""
     from rl_plugins.commands.shared.late_torch import late_torch
 
     late_torch()

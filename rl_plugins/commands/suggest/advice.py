@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rl_plugins.cards.catalog import Card, answering, cards
+from rl_plugins.cards.catalog import Card, answering, cards, in_order
 from rl_plugins.cards.problems import ANSWERS, PROBLEMS, Answer
 from rl_plugins.cards.usage import Needs, needs_of_run
 from rl_plugins.commands.suggest.run_logs import RunLogs
@@ -97,9 +97,9 @@ def from_text(text: str, asked: Asked) -> Advice:
         raise ConfigError(f"{text!r} names no problem that is known. {known()}")
     asked = replace(asked, host=asked.host or ("verl" if re.search(r"\bverl\b|main_ppo", text) else "trl"))
     keys = [h.name for h in hits[:NEAREST] if h.kind == "problem" and h.score >= CLOSE * hits[0].score]
-    keys = keys or list(hits[0].problems[:1])
     near = {h.name: h.score for h in hits if h.score >= CLOSE * hits[0].score}
-    found = tuple(suggestion(key, (f"you say: {text}",), asked, near=near) for key in keys)
+    said = (f"you say: {text}",) if keys else ()  # else the problem is that of the nearest answer, not of the words
+    found = tuple(suggestion(key, said, asked, near=near) for key in keys or hits[0].problems[:1])
     return Advice(asked.host or "trl", found, tuple(hits[:NEAREST]))
 
 
@@ -149,13 +149,11 @@ def suggestion(
 
     Args:
         turns: the run may have agents; else methods for them are left out.
-        near: name -> score of what is close to the sentence. Of equal promise, the nearer answer comes first.
+        near: name -> score of what is close to the sentence. Of equal promise, the nearer method comes first.
     """
     near = near or {}
     found = [c for c in answering(key, cards()) if asked.host in c.hosts and (turns or "agents" not in c.problems)]
     lacking = {c.name: needs_of_run(c).beyond(asked.run) for c in found} if asked.run is not None else {}
     found.sort(key=lambda c: (c.promise, c.name in lacking and bool(lacking[c.name].values), -near.get(c.name, 0)))
-    helped = [card for card in found if card.promise == 0]
     of_host = [answer for answer in ANSWERS if key in answer.problems and asked.host in answer.use]
-    of_host.sort(key=lambda answer: -near.get(answer.name, 0))
-    return Suggestion(key, evidence, (*helped, *of_host, *found[len(helped) :]), lacking)
+    return Suggestion(key, evidence, in_order(found, of_host), lacking)

@@ -33,7 +33,9 @@ def shown(advice: Advice) -> str:
     if advice.not_told:
         lines = [f"  - {PROBLEMS[key].title}: {why}." for key, why in advice.not_told.items()]
         parts.append("Could not be told from these logs\n" + "\n".join(lines))
-    parts.append("`rl-plugins info NAME` explains a method, what was measured, and has the paper's setting to copy.")
+    parts.append(
+        "`rl-plugins info NAME` decides on a screen whether to use a method or an option, and has a line to copy."
+    )
     return "\n\n".join(parts)
 
 
@@ -80,8 +82,8 @@ def _method(card: Card, suggestion: Suggestion, host: str) -> Iterator[str]:
     lacks = suggestion.lacking.get(card.name)
     yield from _wrapped("  ", f"{card.name}, method ({card.standing.word}): {card.does}.")
     for name, text in (
-        ("for", card.standing.good or "nothing was seen"),
-        ("against", card.standing.bad or "nothing was seen"),
+        ("for", card.good),
+        ("against", card.bad),
         ("lacks", lacks.text if lacks else ""),
         ("not when", of_parts or card.avoid_when),
         ("cost", of_parts or card.cost),

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rl_plugins.cards.claims import MEASURES
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.files import write_text
 from rl_plugins.lab.bench import chains, paraphrases
@@ -31,19 +32,19 @@ WATCHED = ("right", "clean", "tidy", "steps", "length", "solved", "solved_8")
 WATCHED_LATER = ("solved_8", "agree")  # since 2026-11-27: runs from before lack them, and are as good without
 
 METRICS: Mapping[str, tuple[str, str]] = {
-    "right": ("eval_rewards/right/mean", "right answers on held-out prompts (share)"),
-    "clean": ("eval_rewards/clean/mean", "right answers, each step right and nothing superfluous, held out (share)"),
-    "tidy": ("eval_rewards/tidy/mean", "held-out answers without a superfluous mark (share)"),
-    "steps": ("eval_rewards/steps/mean", "right steps on held-out prompts (share)"),
-    "solved": ("eval_rewards/solved/mean", "held-out prompts solved in at least one of 4 tries (share)"),
-    "solved_8": ("eval_rewards/solved_8/mean", "held-out prompts solved in at least one of 8 tries (share)"),
-    "agree": ("eval_rewards/agree/mean", "held-out answers equal to those to other wordings (share of pairs)"),
-    "length": ("eval_rewards/length/mean", "characters per held-out answer"),
-    "no_signal": ("frac_reward_zero_std", "rollouts in groups of equal rewards, in training (share)"),
-    "entropy": ("entropy", "entropy per token in training (nats)"),
-    "score": ("eval_rewards/score/mean", "score of agents in held-out episodes (0 to 1)"),
-    "tokens": ("rl_plugins/tokens_decoded", "tokens decoded until the end"),
-    "rows": ("rl_plugins/rows_made", "rows made until the end"),
+    "right": ("eval_rewards/right/mean", MEASURES["right"]),
+    "clean": ("eval_rewards/clean/mean", MEASURES["clean"]),
+    "tidy": ("eval_rewards/tidy/mean", MEASURES["tidy"]),
+    "steps": ("eval_rewards/steps/mean", MEASURES["steps"]),
+    "solved": ("eval_rewards/solved/mean", MEASURES["solved"]),
+    "solved_8": ("eval_rewards/solved_8/mean", MEASURES["solved_8"]),
+    "agree": ("eval_rewards/agree/mean", MEASURES["agree"]),
+    "length": ("eval_rewards/length/mean", MEASURES["length"]),
+    "no_signal": ("frac_reward_zero_std", MEASURES["no_signal"]),
+    "entropy": ("entropy", MEASURES["entropy"]),
+    "score": ("eval_rewards/score/mean", MEASURES["score"]),
+    "tokens": ("rl_plugins/tokens_decoded", MEASURES["tokens"]),
+    "rows": ("rl_plugins/rows_made", MEASURES["rows"]),
 }
 
 

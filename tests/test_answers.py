@@ -1,0 +1,96 @@
+"""What answers a problem beside methods, by lines that run in a host; and what speaks for and against methods."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import yaml
+
+from rl_plugins.cards.catalog import cards
+from rl_plugins.cards.problems import ANSWERS
+from rl_plugins.cards.results import Result
+
+CARDS = {card.name: card for card in cards()}
+OPTIONS = {one.name: one for one in ANSWERS if one.kind == "option"}
+
+
+@pytest.mark.host
+def test_lines_of_trl_build_its_config_or_run(tmp_path):
+    """Keys of a config are taken by `GRPOConfig` or `ModelConfig`; Python is executed, and a trainer takes what it is
+    given."""
+    import inspect
+    from dataclasses import fields
+
+    import trl
+
+    bound = inspect.signature(trl.GRPOTrainer.__init__).bind_partial
+    given = {"GRPOTrainer": partial(bound, None), "your_reward": len, "your_tool": len}
+    usual = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 16}
+    of_model = {f.name for f in fields(trl.ModelConfig)} - {f.name for f in fields(trl.GRPOConfig)}
+    for one in ANSWERS:
+        if one.kind != "option" or not (line := one.use.get("trl")):
+            continue
+        if re.match(r"from |GRPOTrainer\(", line):
+            exec(line, dict(given))  # names that TRL does not have, and arguments it does not take, raise here
+            continue
+        values = yaml.safe_load(f"{{{line}}}")
+        trl.ModelConfig(**{k: v for k, v in values.items() if k in of_model})
+        config = trl.GRPOConfig(**usual | {k: v for k, v in values.items() if k not in of_model})
+        assert all(getattr(config, k) == v for k, v in values.items() if k not in of_model), one.name
+
+
+@pytest.mark.host
+def test_lines_of_verl_are_composed_and_run():
+    """Lines that share no key are composed together, which takes a tenth of the time. What a line parametrises is built
+    with it: a line without its threshold or its length was refused only in the run."""
+    import torch
+    from omegaconf import OmegaConf
+    from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
+    from verl.trainer.ppo import rollout_corr_helper as corrections
+    from verl.utils.config import omega_conf_to_dataclass
+
+    from rl_plugins.cards.usage import VERL_BASE
+    from rl_plugins.verl.config import compose
+
+    lines = {name: one.use["verl"].split() for name, one in OPTIONS.items() if "verl" in one.use}
+    runs: list[dict[str, str]] = []  # key -> the override, of lines of one run
+    place: dict[str, int] = {}
+    for name, words in lines.items():
+        keys = {word.partition("=")[0].lstrip("+"): word for word in words}
+        apart = (i for i, run in enumerate(runs) if not set(keys) & set(run) and "model_engine" not in {*keys, *run})
+        place[name] = next(apart, len(runs))
+        runs += [{}] * (place[name] == len(runs))
+        runs[place[name]] = {**runs[place[name]], **keys}
+    base = [f"{k}={v}" for k, v in VERL_BASE.items()]
+    composed = [compose([*base, *run.values()]) for run in runs]
+    for config in composed:
+        for node in ("actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm", "distillation"):
+            omega_conf_to_dataclass(OmegaConf.select(config, node))
+    told = composed[place["vllm_importance_sampling_correction"]].algorithm.rollout_correction
+    old, mask = torch.zeros(1, 3), torch.ones(1, 3)
+    rollout = -torch.tensor([[0.3, 2.0, -2.0]])  # ratios 1.35, 7.4 and 0.14: the last two are out of bounds
+    _, kept, _ = corrections.compute_rollout_correction_and_rejection_mask(
+        old, rollout, mask, **{k: told[k] for k in ("rollout_is", "rollout_rs", "rollout_rs_threshold")}
+    )
+    assert kept.tolist() == [[1, 0, 0]]
+    manager = DAPORewardManager(composed[place["overlong_buffer"]], None, len)
+    assert manager.overlong_buffer_cfg.len < manager.max_resp_len
+    assert "model_engine=megatron" in lines["router_replay"] and "Megatron" in OPTIONS["router_replay"].does
+
+
+def test_what_was_not_met_speaks_against_a_method():
+    """`vade` was measured to give more signal, and not more right answers; `linear_ts` lost held-out answers in a run
+    with no control. A measured harm outweighs better gradients, and gradients that are worse in more worlds count for
+    nothing."""
+    vade, linear_ts = CARDS["vade"].standing, CARDS["linear_ts"].standing
+    assert "equal rewards" in vade.good and "right answers" not in vade.good
+    assert any("right answers" in text and "-0.022" in text for text in vade.against)
+    assert any("0.453" in text for text in linear_ts.against)
+    assert CARDS["vcpo"].standing.word == CARDS["pkpo"].standing.word == "skip"
+    assert "no verdict; measured: " in CARDS["gigpo"].good and "29.0" in CARDS["gigpo"].good
+    assert "curriculum" in CARDS["dynamic_sampling"].good
+    record = Result("m", "c", "higher", "GRPO", value=(0.4, 0.01), other=(0.43, 0.01))
+    assert record.worse and not replace(record, better="lower").worse and not replace(record, other=(0.41, 0.01)).worse
