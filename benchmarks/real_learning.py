@@ -1,7 +1,7 @@
 """Learning of a pre-trained model of 135 M parameters on tasks of reasoning-gym: methods against plain GRPO, by seeds.
 
-    python benchmarks/real_learning.py --seeds 8                 the missing runs, all arms of a seed together
-    python benchmarks/real_learning.py --table                   the table of the runs that are there, in docs/real.md
+    python benchmarks/real_learning.py --seeds 8      the missing runs, all arms of a seed together
+    python benchmarks/real_learning.py --table        table and curves of the runs that are there, in docs/real.md
 
 Written down before the first run (2026-11-26); what a run gave changes none of it:
 - Policy: SmolLM2-135M-Instruct in bfloat16 with LoRA (rank 8, alpha 32, all four projections of attention).
@@ -14,7 +14,7 @@ Written down before the first run (2026-11-26); what a run gave changes none of 
   2. `vade`: more of them are solved.
   A claim holds if the 95 % interval of eight seeds is above 0. Fewer seeds decide nothing.
 
-A run is 6 to 8 CPU minutes on one core. Each is stored when it ends, in real_learning.json. real_pool has the adapters
+A run is 5 to 8 CPU minutes on one core. Each is stored when it ends, in real_learning.json. real_pool has the adapters
 of `grpo 0`.
 """
 
@@ -34,6 +34,7 @@ from rl_plugins.lab.compare.report import Interval
 from rl_plugins.lab.real.model import model_folder
 
 RESULTS, PAGE = Path(__file__).parent / "real_learning.json", Path(__file__).parents[1] / "docs" / "real.md"
+FIGURE = PAGE.parent / "figures" / "real_learning.png"
 SEEDS = 8  # that decide
 ARMS: dict[str, list[str]] = {"grpo": [], "gdpo": ["gdpo"], "vade": ["vade"]}
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -158,8 +159,43 @@ def table() -> str:
         difference = (str(Interval.of(pairs, 1 / HELD_OUT)), len(pairs)) if arm != "grpo" else ("", "")
         lines.append(f"| {arm} | {len(seeds)} | {means[0]} | {means[1]} | {difference[0]} | {difference[1]} |")
     few = min(map(len, runs.values()))
-    decided = "" if few >= SEEDS else f"\n\n{few} of {SEEDS} seeds have run in every variant: this decides nothing."
-    return "\n".join(lines) + decided
+    if few < SEEDS:
+        return "\n".join(lines) + f"\n\n{few} of {SEEDS} seeds have run in every variant: this decides nothing."
+    told = (f"- `{arm}`, more solved than `grpo`: {_verdict(runs, arm)}" for arm in runs if arm != "grpo")
+    return "\n".join([*lines, "", *told])
+
+
+def _verdict(runs: dict[str, dict[str, dict[str, float]]], arm: str) -> str:
+    found = Interval.of([run["solved"] - runs["grpo"][s]["solved"] for s, run in runs[arm].items()], 1 / HELD_OUT)
+    low, high = found.mean - found.half, found.mean + found.half
+    if low > 0:
+        return "the claim holds."
+    return "the claim fails." if high < 0 else f"not seen. A difference from {low:+.2f} to {high:+.2f} fits these runs."
+
+
+def draw() -> Any:
+    """Share of held-out questions solved: each seed thin, means and 95 % intervals thick."""
+    from rl_plugins.lab.compare.figures import color, line, name_axes, name_lines, panels
+
+    found, steps = results(), [0, HALF, STEPS]
+    figure, axes = panels(len(ARMS), sharey=True)
+    for i, (axis, arm) in enumerate(zip(axes, ARMS, strict=True)):
+        curves = [
+            [found["base"]["solved"], *(run["held_out"][str(step)]["solved"] for step in steps[1:])]
+            for name, run in found["runs"].items()
+            if name.split(" ")[0] == arm
+        ]
+        for curve in curves:
+            axis.plot(steps, curve, color=color(i), linewidth=0.6, alpha=0.5)
+        means = [Interval.of(values) for values in zip(*curves, strict=True)]
+        axis.plot(steps, [m.mean for m in means], label=f"{arm}, {len(curves)} seeds", **line(i))
+        axis.fill_between(
+            steps, [m.mean - m.half for m in means], [m.mean + m.half for m in means], color=color(i), alpha=0.2
+        )
+        axis.set_ylim(0, 1)
+        name_axes(axis, "optimizer step", "solved, held out (share)" if not i else "")
+    name_lines(figure)
+    return figure
 
 
 def write_on_page(maker: str, text: str, name: str = PAGE.name) -> None:
@@ -179,6 +215,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.table:
+        from rl_plugins.lab.compare.figures import save
+
+        save(FIGURE, draw)
         write_on_page("real_learning.py", table())
         return
     found = results()
