@@ -5,22 +5,23 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from rl_plugins.cards.catalog import Card, cards
-from rl_plugins.cards.problems import ANSWERS, PROBLEMS
+from rl_plugins.cards.problems import ANSWERS, HOSTS, PROBLEMS, said
 from rl_plugins.cards.usage import usage_of
 from rl_plugins.commands import suggest
 from rl_plugins.commands.cli import app
-from rl_plugins.commands.suggest import advice, shown
+from rl_plugins.commands.suggest import advice, search, shown
 from rl_plugins.commands.suggest.symptoms import Sign
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime.stack import build_stack
 
-HELD_OUT = 0.65  # measured once, when the words were done: 65 of 97, 0.670
+FIRST, NEAREST = 0.82, 0.93  # of the exam; 100 and 113 of 120 when the search was done
 CARDS = {card.name: card for card in cards()}
 
 
@@ -253,18 +254,14 @@ def test_words_of_other_kinds():
         assert 1 <= len(found["nearest"]) <= advice.NEAREST and found["nearest"][0]["score"] > 0
 
 
-def first_names(says: str) -> set[str]:
-    """What is named first for a sentence, as the keys of the phrases write it."""
-    try:
-        first = shown.plain(advice.from_text(says, advice.Asked(None)))["answers"][0]
-    except ConfigError:
-        return {"none"}
-    if first["kind"] in ("tool", "page"):
-        return {f"tool:{first['name']}", f"page:{first['use']['trl']}"}
-    if first["kind"] in ("method", "elsewhere"):
-        return {first["name"] if first["kind"] == "method" else "none"}
+def names_of(one: dict) -> set[str]:
+    """What an answer is, as the keys of the phrases write it."""
+    if one["kind"] in ("tool", "page"):
+        return {f"tool:{one['name']}", f"page:{one['use']['trl']}"}
+    if one["kind"] in ("method", "elsewhere"):
+        return {one["name"] if one["kind"] == "method" else "none"}
     named = set()
-    for host, line in first["use"].items():
+    for host, line in one["use"].items():
         named |= {f"{host}:{name}" for name in re.findall(r"\w+Trainer|\w+_punishment", line)}  # of a line of Python
         option, value = re.match(r"\+?([\w.]+)(?:(?:=|: )([\w.-]*))?", line).groups()
         parts = option.split(".")
@@ -273,12 +270,35 @@ def first_names(says: str) -> set[str]:
     return named
 
 
-@pytest.mark.parametrize(("file", "least"), [("phrases", 0.9), ("phrases_held_out", HELD_OUT)])
-def test_phrases_of_users(file, least):
-    """The words were tuned with the first file. The second was first read by this test, when they were done."""
-    phrases = tomllib.loads((Path(__file__).parent / f"{file}.toml").read_text())["phrase"]
-    wrong = [p["says"] for p in phrases if not first_names(p["says"]) & set(p["key"])]
-    assert 1 - len(wrong) / len(phrases) >= least, wrong
+def nearest_names(says: str) -> list[set[str]]:
+    """Names of the first answer, then of the others that are shown as nearest."""
+    try:
+        found = advice.from_text(says, advice.Asked(None))
+    except ConfigError:
+        return [{"none"}]
+    problems = [{f"problem:{hit.name}"} for hit in found.nearest if hit.kind == "problem"]
+    answers = [replace(found, suggestions=(), nearest=(hit,)) for hit in found.nearest if hit.kind != "problem"]
+    named = [one for of in (found, *answers) for one in shown.plain(of)["answers"][:1]]
+    return [*map(names_of, named), *problems]
+
+
+def test_phrases_that_the_search_has_not_seen():
+    """An exam: phrases of other threads, with all answers that are right, committed before the search was tuned."""
+    phrases = tomllib.loads((Path(__file__).parent / "phrases_exam.toml").read_text())["phrase"]
+    right = [[bool(names & set(p["key"])) for names in nearest_names(p["says"])] for p in phrases]
+    first = sum(r[0] for r in right) / len(phrases)
+    nearest = sum(any(r) for r in right) / len(phrases)
+    assert (first, nearest) >= (FIRST, NEAREST), (first, nearest)
+
+
+def test_what_users_said_is_found():
+    known = {f"{kind}:{name}".removeprefix("method:") for kind, name, *_ in search._things(set(HOSTS))}
+    found = 0
+    for text, names in said():
+        assert set(names) <= known, text
+        hit = search.search(text, None)[0]
+        found += f"{hit.kind}:{hit.name}".removeprefix("method:") in names
+    assert found / len(said()) > 0.9
 
 
 # ---- with the config of the run
