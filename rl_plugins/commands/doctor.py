@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -67,6 +68,8 @@ def doctor(
         )
     from rl_plugins.runtime.report import print_problems, without_tests
 
+    if sys.stderr.isatty():
+        print("Loading the host and looking at the run; this takes a while.", file=sys.stderr)
     packages: Sequence[str] = SHOWN
     with contextlib.redirect_stdout(io.StringIO()) if as_json else contextlib.nullcontext() as report:
         if host == HostName.verl:
