@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from rl_plugins.cards import problems
 from rl_plugins.cards.catalog import Card, cards
 from rl_plugins.cards.problems import ANSWERS, HOSTS, PROBLEMS, said
 from rl_plugins.cards.usage import usage_of
@@ -21,7 +22,8 @@ from rl_plugins.commands.suggest.symptoms import Sign
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime.stack import build_stack
 
-FIRST, NEAREST = 0.82, 0.93  # of the exam; 100 and 113 of 120 when the search was done
+FIRST, NEAREST = 0.77, 0.9  # of the exam: 65 and 76 of 83 when the search was done
+SAID = Path(problems.__file__).with_name("said.toml")
 CARDS = {card.name: card for card in cards()}
 
 
@@ -276,15 +278,19 @@ def nearest_names(says: str) -> list[set[str]]:
         found = advice.from_text(says, advice.Asked(None))
     except ConfigError:
         return [{"none"}]
-    problems = [{f"problem:{hit.name}"} for hit in found.nearest if hit.kind == "problem"]
+    of_problems = [{f"problem:{hit.name}"} for hit in found.nearest if hit.kind == "problem"]
     answers = [replace(found, suggestions=(), nearest=(hit,)) for hit in found.nearest if hit.kind != "problem"]
     named = [one for of in (found, *answers) for one in shown.plain(of)["answers"][:1]]
-    return [*map(names_of, named), *problems]
+    return [*map(names_of, named), *of_problems]
 
 
 def test_phrases_that_the_search_has_not_seen():
-    """An exam: phrases of other threads, with all answers that are right, committed before the search was tuned."""
-    phrases = tomllib.loads((Path(__file__).parent / "phrases_exam.toml").read_text())["phrase"]
+    """An exam: phrases with all answers that are right, committed before the search was tuned. Those of threads that
+    the search has phrases of, too, do not count."""
+    known = {s["thread"] for s in tomllib.loads(SAID.read_text())["said"]}
+    exam = tomllib.loads((Path(__file__).parent / "phrases_exam.toml").read_text())["phrase"]
+    phrases = [p for p in exam if p["thread"] not in known]
+    assert len(phrases) > 80
     right = [[bool(names & set(p["key"])) for names in nearest_names(p["says"])] for p in phrases]
     first = sum(r[0] for r in right) / len(phrases)
     nearest = sum(any(r) for r in right) / len(phrases)
