@@ -60,26 +60,31 @@ def index() -> str:
         ]
         blocks = [f"**{word.capitalize()}**\n\n" + bullets(map(_short, of)) if of else "" for word, of in used]
         others = [f"**Without a method**\n\n{bullets(map(_other, of))}" for of in [_others(key)] if of]
-        skipped = [f"{_link(card)} ({card.standing.against[0]})" for card in by_word["skip"]]
+        skipped = [
+            f"{_link(card)} ({re.split(r', [-+]?[0-9]', card.standing.against[0])[0].replace(' (share)', '')})"
+            for card in by_word["skip"]
+        ]
         text += [*filter(None, blocks[:2]), *others, *filter(None, blocks[2:])]
-        text += [f"**Skip**: {'; '.join(skipped)}."] * bool(skipped)
-        text += [_folded(by_word["unknown"])] * bool(by_word["unknown"])
+        text += [_folded("Skip", skipped, "; ")] * bool(skipped)
+        text += [_folded("Unknown", [*map(_link, by_word["unknown"])], ", ")] * bool(by_word["unknown"])
     return "\n\n".join(text) + "\n"
 
 
-def _folded(unknown: Sequence[Card]) -> str:
-    """Methods without a verdict; many are folded, in the order of `suggest`."""
-    names = f"{', '.join(map(_link, unknown))}."
-    if len(unknown) <= FEW:
-        return f"**Unknown**: {names}"
-    return f"<details><summary><b>Unknown</b>: {len(unknown)} methods</summary>\n\n{names}\n\n</details>"
+def _folded(word: str, methods: Sequence[str], between: str) -> str:
+    """Methods of one verdict in the order of `suggest`; many are folded."""
+    if len(methods) <= FEW:
+        return f"**{word}**: {between.join(methods)}."
+    return (
+        f"<details><summary><b>{word}</b>: {len(methods)} methods</summary>\n\n{between.join(methods)}.\n\n</details>"
+    )
 
 
 def _short(card: Card) -> str:
     """What it does and when, what speaks for and against it, and what it costs: a sentence each."""
     told = [f"{_link(card)} {card.does}.", card.standing.good]
-    told += [f"Against it: {card.standing.bad}."] * bool(card.standing.bad)
-    if card.entry.kind == "method":
+    against = card.standing.against if card.standing.helped else card.standing.against[:1]  # `info` has the rest
+    told += [f"Against it: {'; '.join(against)}."] * bool(against)
+    if card.entry.kind == "method" and card.standing.helped:
         told += [f"If: {_first(card.use_when)}", f"Cost: {_first(card.cost)}"]
     return " ".join(told)
 
