@@ -86,7 +86,7 @@ def _short(card: Card) -> str:
     told += [f"Against it: {'; '.join(against)}."] * bool(against)
     if card.entry.kind == "method" and card.standing.helped:
         told += [f"If: {_first(card.use_when)}", f"Cost: {_first(card.cost)}"]
-    return " ".join(told)
+    return " ".join(told).replace(" (share)", "")
 
 
 def _first(text: str) -> str:
