@@ -80,12 +80,12 @@ def _folded(word: str, methods: Sequence[str], between: str) -> str:
 
 
 def _short(card: Card) -> str:
-    """What it does and when, what speaks for and against it, and what it costs: a sentence each."""
+    """What it does and when, and what speaks for and against it: a sentence each."""
     told = [f"{_link(card)} {card.does}.", card.standing.good]
     against = card.standing.against if card.standing.helped else card.standing.against[:1]  # `info` has the rest
     told += [f"Against it: {'; '.join(against)}."] * bool(against)
     if card.entry.kind == "method" and card.standing.helped:
-        told += [f"If: {_first(card.use_when)}", f"Cost: {_first(card.cost)}"]
+        told += [f"If: {_first(card.use_when)}"]
     return " ".join(told).replace(" (share)", "")
 
 
