@@ -230,6 +230,7 @@ def _tried(card: Card) -> str:
     if not card.standing.helped:
         return f"{link} (no claim helped, its gradients are better in places)"
     helped, *against = (
-        re.split(r" in `|, [-+]?\d", text)[0] for text in (*card.standing.helped[:1], *card.standing.against[:1])
+        re.split(r" \(share\)| in `|, [-+]?\d", text)[0]
+        for text in (*card.standing.helped[:1], *card.standing.against[:1])
     )
     return f"{link} (helped: {helped}" + "".join(f"; against it: {text}" for text in against) + ")"
