@@ -178,13 +178,12 @@ def draw() -> Any:
     from rl_plugins.lab.compare.figures import color, line, name_axes, name_lines, panels
 
     found, steps = results(), [0, HALF, STEPS]
-    figure, axes = panels(len(ARMS), sharey=True)
-    for i, (axis, arm) in enumerate(zip(axes, ARMS, strict=True)):
-        curves = [
-            [found["base"]["solved"], *(run["held_out"][str(step)]["solved"] for step in steps[1:])]
-            for name, run in found["runs"].items()
-            if name.split(" ")[0] == arm
-        ]
+    by_arm: dict[str, list[list[float]]] = {}
+    for name, run in found["runs"].items():
+        curve = [found["base"]["solved"], *(run["held_out"][str(step)]["solved"] for step in steps[1:])]
+        by_arm.setdefault(name.split(" ")[0], []).append(curve)
+    figure, axes = panels(len(by_arm), sharey=True)
+    for i, (axis, (arm, curves)) in enumerate(zip(axes, by_arm.items(), strict=True)):
         for curve in curves:
             axis.plot(steps, curve, color=color(i), linewidth=0.6, alpha=0.5)
         means = [Interval.of(values) for values in zip(*curves, strict=True)]

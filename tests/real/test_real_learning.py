@@ -15,6 +15,8 @@ import real_learning
 
 pytestmark = pytest.mark.real
 
+WELL = {"grpo": 0.5, "gdpo": 0.75, "vade": 0.25}
+
 
 def test_a_run_is_stored_when_it_ends_and_not_made_again(tmp_path, monkeypatch):
     shallow, train = model_folder("bfloat16", layers=2), real_learning.train
@@ -47,15 +49,16 @@ def test_a_run_is_stored_when_it_ends_and_not_made_again(tmp_path, monkeypatch):
 
 def test_the_table_pairs_by_seed_and_says_when_it_decides_nothing(tmp_path, monkeypatch):
     def run(solved):
-        return {"held_out": {"24": {"solved": solved, "brief": 0.5, "correct": solved}}}
+        return {"held_out": {step: {"solved": solved, "brief": 0.5, "correct": solved} for step in ("12", "24")}}
 
     runs = {"grpo 0": run(0.25), "grpo 1": run(0.5), "gdpo 1": run(0.625), "gdpo 2": run(0.875)}
-    file, page = tmp_path / "results.json", tmp_path / "page.md"
+    file, page = tmp_path / "results.json", tmp_path / "real.md"
     file.write_text(json.dumps({"base": {"solved": 0.1, "brief": 0.2}, "runs": runs}))
     page.write_text("a\n<!-- made by benchmarks/real_learning.py: begin -->\nold\n"
                     "<!-- made by benchmarks/real_learning.py: end -->\nb\n")  # fmt: skip
     monkeypatch.setattr(real_learning, "RESULTS", file)
     monkeypatch.setattr(real_learning, "PAGE", page)
+    monkeypatch.setattr(real_learning, "FIGURE", tmp_path / "curves.png")
     monkeypatch.setattr(sys, "argv", ["", "--table"])
     real_learning.main()
     text = page.read_text()
@@ -64,3 +67,9 @@ def test_the_table_pairs_by_seed_and_says_when_it_decides_nothing(tmp_path, monk
     assert cells[3][:2] == ["gdpo", "2"] and cells[3][2].startswith("0.750 ±") and cells[3][4:] == ["0.125", "1"]
     assert text.startswith("a\n") and text.endswith("-->\nb\n") and "old" not in text
     assert "0 of 8 seeds have run in every variant: this decides nothing." in text  # none of vade
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    runs = {f"{arm} {seed}": run(solved) for arm, solved in WELL.items() for seed in range(8)}
+    file.write_text(json.dumps({"base": {"solved": 0.1, "brief": 0.2}, "runs": runs}))
+    real_learning.main()
+    told = [line for line in page.read_text().splitlines() if line.startswith("- ")]
+    assert "the claim holds" in told[0] and "the claim fails" in told[1]

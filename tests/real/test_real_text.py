@@ -44,7 +44,8 @@ PROGRAMS = [
 ]
 READERS = [
     *("brorl", "brpo", "dart_pool", "dora_data", "dora_reuse", "echo_labels", "fapo", "fission_grpo", "grpo_roc"),
-    *("ps_grpo", "reward_audit", "rollout_replay", "rubric", "swarm_sapo", "training_free_grpo", "xrpo_seeds"),
+    *("process_supervision", "ps_grpo", "reward_audit", "rollout_replay", "rubric", "sdpo", "swarm_sapo"),
+    *("training_free_grpo", "xrpo_seeds"),
 ]
 WRITES_PROMPTS = ("fission_grpo", "swarm_sapo", "training_free_grpo", "xrpo_seeds")
 TEXTS = {"text", "raw_text", "messages", "token_ids"}
