@@ -579,13 +579,16 @@ def test_the_command_that_info_shows_is_read_back():
             assert "\n  verl:\n" not in info(found)
             continue
         lines = re.split(r"\n\nSource\n|\n  Diffusion \(", info(found).split("\n  verl:\n")[1])[0]
+        usage = usage_of(found)
+        for params in usage.params.values():  # objects of the demo, for which the line has places to fill in
+            for key, value in params.items():
+                lines = lines.replace(f"your_module:{key}", str(value))
         overrides = shlex.split(lines.replace("\\\n", " "))[3:]
         config = copy.deepcopy(base) if number % 30 else compose(overrides)
         with open_dict(config):
             for override in OverridesParser.create().parse_overrides(overrides if number % 30 else []):
                 OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
         settings = read_settings(config)
-        usage = usage_of(found)
         expected = build_stack(list(usage.methods), usage.params)
         assert settings.stack().names == expected.names
         assert [m.params for m in settings.stack().methods] == [m.params for m in expected.methods]

@@ -59,7 +59,7 @@ def check_teacher(tokenizer: Any, teacher: str, **options: Any) -> None:
     if other:
         raise ConfigError(
             f"The teacher {teacher} has another tokenizer: {len(other)} tokens of the policy have other ids in it, one "
-            f"is {other[0]!r}. Its log-probs would be of other texts. Take a teacher of the policy's family."
+            f"is {min(other)!r}. Its log-probs would be of other texts. Take a teacher of the policy's family."
         )
 
 
