@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.metadata import EntryPoint
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from rl_plugins.lab.compare import costs, report
 from rl_plugins.lab.compare.plan import make_plan, parse_variants
 from rl_plugins.lab.compare.runs import is_finished, read_log, run_all
 from rl_plugins.lab.compare.trl import Trl
+from rl_plugins.runtime import registry
 
 
 def fake_logs(comparison, values, tokens=None, evals=None, parts=(), steps=10):
@@ -286,6 +288,22 @@ def test_a_run_of_another_config_is_not_finished(tmp_path):
     assert not is_finished(changed.runs[0])
     again = make_plan(Trl("max_steps: 11\n"), c.variants, [0], tmp_path / "out", launcher=["accelerate", "launch"])
     assert again.runs[0].fingerprint != changed.runs[0].fingerprint
+
+
+def test_edited_code_of_an_own_method_makes_its_runs_new(tmp_path, monkeypatch):
+    file = tmp_path / "own_method.py"
+    file.write_text(
+        "from rl_plugins import Method\n\n\nclass Own(Method):\n    name = 'own'\n\n"
+        "    def rewards(self, rollouts):\n        return rollouts.reward\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = EntryPoint("own", "own_method:Own", registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "_entry_points", lambda: [own])
+    before = [run.fingerprint for run in plan(tmp_path, ["own"], seeds=[0]).runs]
+    assert before == [run.fingerprint for run in plan(tmp_path, ["own"], seeds=[0]).runs]
+    file.write_text(file.read_text().replace("reward\n", "reward / 2\n"))
+    after = [run.fingerprint for run in plan(tmp_path, ["own"], seeds=[0]).runs]
+    assert before[0] == after[0] and before[1] != after[1]  # plain GRPO, own
 
 
 def test_runs_start_from_the_config_as_it_was_planned(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,9 +53,12 @@ class PlannedRun:
 
     @property
     def fingerprint(self) -> str:
-        """Tells whether a finished run in the folder is this one. Files that the config names (data, rewards, models)
-        are not part of it."""
-        told = [self.arguments, self.config, self.launcher, __version__]
+        """Tells whether a finished run in the folder is this one. The code of methods of other packages is part of it,
+        files that the config names (data, rewards, models) are not."""
+        classes = registry.select(list(self.variant.methods)).classes.values()
+        others = {inspect.getfile(cls) for cls in classes if not cls.__module__.startswith("rl_plugins.")}
+        code = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(others)]
+        told = [self.arguments, self.config, self.launcher, __version__, *code]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
     def write_config(self) -> None:
