@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 import trl
@@ -20,6 +21,9 @@ from processes import started
 from watch import Watch
 
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.demo.trl_data import write
+from rl_plugins.lab.probe.pool import PoolPlan, RunPool
+from rl_plugins.lab.probe.runs import ProbedRun
 
 _spec = importlib.util.find_spec("vllm")
 _installed = _spec is not None and _spec.origin is not None
@@ -122,6 +126,23 @@ def test_minpro_has_the_log_probs_of_the_engine(folder, colocate):
     step = (weights(t) - weights(make(folder))) / -0.5
     assert (step - expected).norm() / expected.norm() < 1e-4
     assert abs(history(t, "minpro/weight_mean")[0] - 1) > 1e-4
+
+
+def test_a_probe_samples_by_the_engine(tmp_path, folder, colocate):
+    """The most likely token of the probed policy in every place, from an engine that began with other weights."""
+    path = write(tmp_path)
+    options = ["--use_vllm", "--vllm_mode", "colocate", "--vllm_max_model_length", "64", "--top_k", "1"]
+    make(folder, **colocate())  # the engine of `folder`'s policy, which the probe gets, too
+    run = ProbedRun.of([str(path), *options, "--max_completion_length", "6"])
+    pool = RunPool(run, PoolPlan(prompts=3, rollouts=2, accuracy=0.2), tmp_path / "pool")
+    pool.draw()
+    sampler = run.sampler()
+    for i, file in enumerate(sorted((tmp_path / "pool" / "pool").iterdir())):
+        prompt = sampler.encode([run.rows.dataset[pool.prompts[i]]["prompt"]])["input_ids"][0]
+        for made in pq.read_table(file)["completion_ids"].to_pylist():
+            with torch.no_grad():
+                logits = sampler.model(torch.cat([prompt, torch.tensor(made)])[None]).logits[0]
+            assert len(made) > 0 and logits[len(prompt) - 1 : -1].argmax(-1).tolist() == made
 
 
 def check_given(t, watch, tolerance):
