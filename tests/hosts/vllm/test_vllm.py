@@ -172,7 +172,8 @@ def check_given(t, watch, tolerance):
         got = tokens.rollout_logprobs[at(i)][lead:].tolist()
         assert got == pytest.approx(call.logprobs[i - 2][: len(got)], abs=1e-6)
         assert got == pytest.approx(call.policy[i - 2][: len(got)], abs=tolerance)
-    assert tokens.forced[at(0)].all() and tokens.forced[at(8)].tolist()[:3] == [True, True, False]
+    assert not tokens.forced[at(0)].any()  # its log-probs are known: it is a sample
+    assert tokens.forced[at(1)].all() and tokens.forced[at(8)].tolist()[:3] == [True, True, False]
     assert rollouts.prompt_index[32] == -1 and rollouts.payload[8] == {"hint": 2}
 
 
