@@ -47,9 +47,15 @@ def test_the_script_takes_effect_and_trains_in_two_processes_as_printed(tmp_path
 
 @pytest.mark.host
 def test_the_command_of_verl_in_the_readme_takes_effect_as_printed(tmp_path):
-    """The doctor has nothing to add to it; what of the user's is not here (data, model) is a note."""
+    """The doctor and verl's own check have nothing to add to it; what of the user's is not here (data, model) is a
+    note."""
+    from verl.utils.config import validate_config
+
+    from rl_plugins.verl.config import compose
+
     (command,) = re.findall(r"^python -m verl.trainer.main_ppo (?:.*\\\n)*.*", (ROOT / "README.md").read_text(), re.M)
     words = shlex.split(command.replace("\\\n", " "))
+    validate_config(compose(words[3:]), use_reference_policy=False, use_critic=False)
     done = subprocess.run(
         [sys.executable, "-m", "rl_plugins.commands.cli", "doctor", "--host", "verl", "--", *words],
         cwd=tmp_path,
