@@ -703,6 +703,76 @@ def test_doctor_without_a_usable_host(monkeypatch):
     assert "1 problem:" in text and "trl is untested (tested: >=1.14.2,<1.17), verl is missing" in text
 
 
+WITHOUT = """
+import importlib.metadata, json, sys
+from importlib.metadata import Distribution, PackageNotFoundError
+blocked, commands = json.loads(sys.argv[1])
+class Finder:
+    def __init__(self, real): self.real = real
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in blocked else self.real.find_spec(name, path, target)
+    def __getattr__(self, name): return getattr(self.real, name)
+sys.meta_path[:] = map(Finder, sys.meta_path)
+def from_name(name, real=Distribution.from_name):
+    if name.lower().replace("-", "_") in blocked: raise PackageNotFoundError(name)
+    return real(name)
+Distribution.from_name = from_name
+from typer.testing import CliRunner
+from rl_plugins.commands.cli import app
+for words in commands:
+    done = CliRunner().invoke(app, words)
+    told = done.stderr if done.exit_code == 2 else done.stdout.splitlines()[-1]
+    print(json.dumps([words, done.exit_code, repr(done.exception), told]))
+"""
+OVERRIDE = "trainer.nnodes=1"
+
+
+@pytest.mark.parametrize(
+    ("blocked", "extra", "commands"),
+    [
+        (
+            ["verl", "hydra", "omegaconf", "ray", "transfer_queue", "transferqueue", "tensordict"],
+            "verl",
+            [
+                ["doctor", "--host", "verl"],
+                ["doctor", "--host", "verl", "--", OVERRIDE],
+                ["audit", "--host", "verl", "--", OVERRIDE],
+                ["compare", "--host", "verl", "vade", "--", OVERRIDE],
+                ["demo", "--host", "verl", "vade"],
+                ["probe", "--", "python", "-m", "verl.trainer.main_ppo", OVERRIDE],
+                ["scale", "--host", "verl", "--", OVERRIDE],
+            ],
+        ),
+        (
+            ["trl", "transformers", "tokenizers", "peft", "platformdirs", "accelerate", "datasets", "huggingface_hub"],
+            "trl",
+            [
+                ["doctor", "--config", "run.yaml"],
+                ["doctor", "--script", "mine.py"],
+                ["audit", "run.yaml"],
+                ["bench", "vade"],
+                ["compare", "run.yaml", "vade"],
+                ["demo", "vade"],
+                ["probe", "run.yaml"],
+                ["scale", "run.yaml"],
+                ["trl", "grpo", "--config", "run.yaml"],
+            ],
+        ),
+        (["matplotlib"], "plot", [["demo", "vade"], ["compare", "run.yaml", "vade"]]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_command_whose_host_is_not_installed_says_so_in_a_line(blocked, extra, commands, tmp_path):
+    (tmp_path / "run.yaml").write_text("methods: [vade]\n")
+    (tmp_path / "mine.py").write_text("import trl\n")
+    done = process("-c", WITHOUT, json.dumps([blocked, commands]), cwd=tmp_path)
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [words for words, *_ in told] == commands, done.stderr
+    for words, status, error, text in told:
+        assert status == 1 + (words[:3] != ["doctor", "--host", "verl"]) and "SystemExit" in error, (words, error, text)
+        assert f"rl-plugins[{extra}]" in text and text.strip().count("\n") == 0, (words, text)
+
+
 def test_ranges_are_those_of_pyproject():
     """Read from the installed metadata: `make` installs anew when the file changes."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

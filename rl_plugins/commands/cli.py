@@ -30,18 +30,23 @@ from rl_plugins.commands.schema import schema
 from rl_plugins.commands.shared.options import LOOK
 from rl_plugins.commands.suggest import suggest
 from rl_plugins.commands.train_adapter import train_adapter
-from rl_plugins.core.errors import RLPluginsError, printable
+from rl_plugins.core.errors import RLPluginsError, missing_package, printable
 
 
 class _Commands(TyperGroup):
-    """Turns errors of rl-plugins, and paths that cannot be read or written, into one paragraph on stderr and exit
-    status 2. An error of the user's code keeps its traceback, and so does everything while a model trains."""
+    """Turns errors of rl-plugins, a host or an extra that is not installed, and paths that cannot be read or written
+    into one paragraph on stderr and exit status 2. An error of the user's code keeps its traceback, and so does
+    everything while a model trains."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except RLPluginsError as e:
             told = str(e)
+        except ImportError as e:
+            told = missing_package(e)
+            if not told:
+                raise
         except OSError as e:
             if e.filename is None or ctx.invoked_subcommand == "trl":
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -30,6 +31,35 @@ class RunStopped(MethodError):
 
 class StateError(RLPluginsError, RuntimeError):
     """Saved method state is missing, corrupt or belongs to another run. Nothing was trained or overwritten."""
+
+
+_EXTRAS = {
+    "trl": ("trl", "transformers", "tokenizers", "huggingface_hub", "datasets", "accelerate", "peft", "platformdirs"),
+    "verl": ("verl", "hydra", "omegaconf", "ray", "transfer_queue", "tensordict", "orjson"),
+    "vllm": ("vllm",),
+    "plot": ("matplotlib",),
+    "diffusion": ("diffusers", "PIL"),
+    "real": ("reasoning_gym",),
+}
+"""Extra of this package -> the modules that it brings."""
+
+
+def missing_package(error: ImportError) -> str:
+    """Says that a host or an extra is not installed, and how to install it; empty for any other error. A module that
+    the user's own code lacks is none of these: its traceback says where."""
+    module = (error.name or "").partition(".")[0]
+    extra = next((extra for extra, modules in _EXTRAS.items() if module in modules), "")
+    if not extra or _is_installed(module):
+        return ""
+    named = next(m for m in (_EXTRAS[extra][0], module) if not _is_installed(m))  # verl sooner than what it brings
+    return f'{named} is not installed. Install it with: pip install "rl-plugins[{extra}]".'
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # `sys.modules` has None for it
+        return False
 
 
 @contextlib.contextmanager

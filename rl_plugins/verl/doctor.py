@@ -64,9 +64,9 @@ def examine(words: Sequence[str], print_found: Callable[[], None] = lambda: None
     overrides = read_command(words)
     problems = [*_print_installation()]
     print_found()
-    if words:
+    if words and importlib.util.find_spec("verl") is not None:
         problems += _print_run(overrides)
-    else:
+    elif not words:
         print("\nTo see what a run would do, give its overrides: rl-plugins doctor --host verl -- OVERRIDES")
     return problems
 

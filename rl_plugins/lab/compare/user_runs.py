@@ -18,6 +18,7 @@ from rl_plugins.lab.compare.plan import Variant, make_plan, parse_variants
 from rl_plugins.lab.compare.trl import Trl
 from rl_plugins.runtime.config_text import read_yaml
 from rl_plugins.runtime.registry import parse_method_params, parse_methods, select
+from rl_plugins.trl import compat
 
 
 def compare_trl(
@@ -38,6 +39,7 @@ def compare_trl(
         pairs: of orders of the methods whose subsets are the variants; None: all subsets.
     """
     need_plots()
+    compat.check_versions()
     config = Path(words[0])
     if not config.is_file():
         raise ConfigError(f"There is no config {config}. Give the YAML file you run `trl grpo` with.")
