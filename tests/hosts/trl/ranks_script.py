@@ -151,7 +151,7 @@ def train(folder, methods, options, real, checkpoint=None):
     try:
         with contextlib.nullcontext() if real else stub_sampling():
             t = make(folder, methods, **options)
-            begin = weights(t)
+            begin = full_weights(t)
             t.train(resume_from_checkpoint=checkpoint)
     finally:
         module.finish, module.decided_in_host = finish, decided_in_host
