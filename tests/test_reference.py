@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 
+from rl_plugins import Plan, PlanRow, Rollouts, Rows, Run, Shape, Terms, Tokens, Update, testing
+from rl_plugins.core.method import HOOKS
 from rl_plugins.lab.pages.reference import entries, objects, reference_page, sections, undocumented
+from rl_plugins.lab.pages.short_reference import short_page
 
 # What the hooks are given and return, as the issue lists it.
 WANTED = (
@@ -44,3 +48,16 @@ def test_sections_of_a_docstring_become_entries():
     assert [title for title, _ in parts] == ["", "Args", "Raises", ""]
     assert list(entries(parts[1][1])) == [("a, b", "two of them."), ("c", "one.")]
     assert parts[3][1].strip() == "More."
+
+
+def test_the_short_page_has_what_a_method_and_its_tests_use():
+    text = short_page()
+    first = re.findall(r"^\| `(?:self\.)?(\w+)", text, re.M)
+    assert {"check", "start", *HOOKS} <= set(first)
+    for of in (Rollouts, Tokens, Shape, Terms, Rows, Update, Run, Plan, PlanRow):
+        assert all(re.search(rf"`{f.name}[`:]", text) for f in dataclasses.fields(of)), of
+    assert {"mean", "leave_one_out", "top_k", "state", "log", "rng", *testing.__all__, "TableEngine"} <= set(first)
+    for table in re.findall(r"(?:^\|.*\|$\n?)+", text, re.M):
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1, table
+    assert "check_method(cls: " in text and "\\\\|" not in text
+    assert text.count("\n") < 230 and len(text.split()) < len(reference_page().split()) / 3

@@ -28,6 +28,7 @@ from rl_plugins.lab.pages import (
 )
 from rl_plugins.lab.pages.guides import with_code
 from rl_plugins.lab.pages.reference import reference_page
+from rl_plugins.lab.pages.short_reference import short_page
 from rl_plugins.lab.quality import page as quality
 from rl_plugins.runtime import registry
 
@@ -37,6 +38,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/methods.md": lambda _: methods.index(),
     "docs/choose.md": lambda _: choose.index(),
     "docs/open_questions.md": lambda _: open_questions.page(),
+    "docs/reference.md": lambda _: short_page(),
     "README.md": lambda text: versions.readme(choose.readme(text)),
 }
 
@@ -44,6 +46,7 @@ PAGES: dict[str, Callable[[str], str]] = {
 FILLED: dict[str, Callable[[str], str]] = {
     "docs/methods.md": lambda _: methods.index(on_site=True),
     "docs/choose.md": lambda _: choose.page(),
+    "docs/reference.md": lambda _: reference_page(),
     "docs/bench.md": lambda text: f"{text}\n{bench.results()}",
     "docs/quality.md": lambda text: f"{text}\n{quality.results()}",
     "docs/supervised.md": losses.with_cards,
@@ -61,7 +64,6 @@ def _on_the_bench(method: str) -> str:
 def on_site() -> dict[str, Callable[[], str]]:
     """A page that only the site has -> what makes it. Its links are those of a file with this name."""
     return {
-        "docs/reference.md": reference_page,
         "docs/papers.md": papers.page,
         "docs/map.md": source.module_map,
         **{f"docs/bench/{method}.md": partial(_on_the_bench, method) for method in methods_run()},

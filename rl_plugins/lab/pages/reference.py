@@ -114,7 +114,7 @@ def undocumented() -> list[str]:
         found += [] if doc else [name]
         found += [f"{name}.{field}" for field in wanted if field not in told]
         if inspect.isclass(thing):
-            found += [f"{name}.{shown}" for shown, what in _members(thing) if not what]
+            found += [f"{name}.{shown}" for shown, what in members(thing) if not what]
     return found
 
 
@@ -144,11 +144,11 @@ def _entry(place: str, name: str) -> str:
         lines += [f"`from {module} import {name}`", "", _prose(found)]
         if issubclass(found, enum.Enum):
             lines += ["", ", ".join(f"`{name}.{member.name}` = {member.value}" for member in found)]
-        members = [f"| {shown} | {_text(what)} |" for shown, what in _members(found)]
-        if members:
-            lines += ["", "| method or property | what |", "|---|---|", *members]
+        rows = [f"| {shown} | {_text(what)} |" for shown, what in members(found)]
+        if rows:
+            lines += ["", "| method or property | what |", "|---|---|", *rows]
     else:
-        lines += [f"`from {module} import {name}`", "", f"`{name}{_signature(found)}`", "", _prose(found)]
+        lines += [f"`from {module} import {name}`", "", f"`{name}{signature(found)}`", "", _prose(found)]
     return "\n".join(lines)
 
 
@@ -161,7 +161,7 @@ def _prose(found: Any) -> str:
         elif title in ("Returns", "Raises"):
             out.append(f"{title}: {_text(_joined(text))}")
         else:
-            types = _types(found)
+            types = types_of(found)
             rows = []
             for names, what in entries(text):
                 of = [types.get(n, ("", "")) for n in names.split(", ")]
@@ -203,7 +203,7 @@ def entries(text: str) -> Iterator[tuple[str, str]]:
         yield names, what
 
 
-def _types(found: Any) -> dict[str, tuple[str, str]]:
+def types_of(found: Any) -> dict[str, tuple[str, str]]:
     """Field or argument -> its type and default, as the source has them."""
     if dataclasses.is_dataclass(found):
         return {f.name: (_type(f.type), _default(f)) for f in dataclasses.fields(found)}
@@ -231,7 +231,7 @@ def _default(f: dataclasses.Field[Any]) -> str:
     return "" if f.default_factory is dataclasses.MISSING else repr(f.default_factory())
 
 
-def _members(found: type) -> Iterator[tuple[str, str]]:
+def members(found: type) -> Iterator[tuple[str, str]]:
     """(as it is called, description) of the public methods and properties a class defines."""
     if issubclass(found, enum.Enum):
         return
@@ -241,18 +241,18 @@ def _members(found: type) -> Iterator[tuple[str, str]]:
         if isinstance(value, property | cached_property):
             yield f"`{name}`", _joined(inspect.getdoc(value) or "")
         elif inspect.isfunction(value):
-            yield f"`{name}{_signature(value)}`".replace("|", "\\|"), _joined(inspect.getdoc(value) or "")
+            yield f"`{name}{signature(value)}`".replace("|", "\\|"), _joined(inspect.getdoc(value) or "")
         elif isinstance(value, classmethod):
-            yield f"`{name}{_signature(value.__func__)}`".replace("|", "\\|"), _joined(inspect.getdoc(value) or "")
+            yield f"`{name}{signature(value.__func__)}`".replace("|", "\\|"), _joined(inspect.getdoc(value) or "")
 
 
-def _signature(function: Any) -> str:
+def signature(function: Any) -> str:
     """Arguments and result, without `self`."""
     told = inspect.signature(function)
     shown: list[str] = []
     star = False
     for p in told.parameters.values():
-        if p.name in ("self", "cls"):
+        if p.name in ("self", "cls") and p.annotation is p.empty:
             continue
         if p.kind is p.KEYWORD_ONLY and not star:
             shown, star = [*shown, "*"], True
