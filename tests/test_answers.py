@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from rl_plugins.cards.catalog import cards
+from rl_plugins.cards.claims import MEASURES
 from rl_plugins.cards.problems import ANSWERS
 from rl_plugins.cards.results import Result
 
@@ -87,10 +88,27 @@ def test_what_was_not_met_speaks_against_a_method():
     nothing."""
     vade, linear_ts = CARDS["vade"].standing, CARDS["linear_ts"].standing
     assert "equal rewards" in vade.good and "right answers" not in vade.good
-    assert any("right answers" in text and "-0.022" in text for text in vade.against)
+    assert any("more right answers" in text and "-0.022" in text for text in vade.against)
     assert any("0.453" in text for text in linear_ts.against)
     assert CARDS["vcpo"].standing.word == CARDS["pkpo"].standing.word == "skip"
     assert "no verdict; measured: " in CARDS["gigpo"].good and "29.0" in CARDS["gigpo"].good
     assert "curriculum" in CARDS["dynamic_sampling"].good
     record = Result("m", "c", "higher", "GRPO", value=(0.4, 0.01), other=(0.43, 0.01))
     assert record.worse and not replace(record, better="lower").worse and not replace(record, other=(0.41, 0.01)).worse
+
+
+def test_a_metric_is_named_in_the_direction_in_which_it_went():
+    """Fewer groups of equal rewards helped; a harmed metric went the other way than promised; of what was not met, the
+    promised direction is named, and one that was met by too little is not called unseen."""
+    standing = {name: card.standing for name, card in CARDS.items()}
+    assert standing["vade"].helped[0].startswith(f"fewer {MEASURES['no_signal']}")
+    assert standing["linear_ts"].helped[0].startswith(f"more {MEASURES['right']}")
+    assert standing["dots_rr"].against[0].startswith(f"fewer {MEASURES['right']}")
+    assert standing["aepo"].against[0].startswith(f"lower {MEASURES['score']}")
+    assert f"fewer {MEASURES['length']}" in standing["drpo"].against[0]
+    small = next(text for text in standing["turn_control"].against if MEASURES["tokens"] in text)
+    assert small.startswith(f"fewer {MEASURES['tokens']}") and "-1599" in small
+    for card in CARDS.values():
+        for text in (*card.standing.helped, *card.standing.against):
+            for what in MEASURES.values():
+                assert what not in text or re.search(rf"(more|fewer|higher|lower) {re.escape(what)}", text), text

@@ -13,10 +13,11 @@ from rl_plugins.cards import catalog
 from rl_plugins.cards.info import info
 from rl_plugins.cards.pairs import conflicts, excluded
 from rl_plugins.cards.problems import PROBLEMS
-from rl_plugins.cards.standing import WORDS
+from rl_plugins.cards.standing import WORDS, worlds_of
 from rl_plugins.cards.usage import usage_of
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Bundle
+from rl_plugins.lab.bench.tasks import TASKS
 from rl_plugins.lab.pages import FILLED, choose, on_site
 from rl_plugins.lab.pages.methods import slug
 from rl_plugins.runtime.card_file import card_file
@@ -49,9 +50,24 @@ def test_the_short_page_shows_every_method_under_its_problems():
             assert f"[`{name}`](methods.md#{name})" in sections[PROBLEMS[key].title], name
 
 
+def test_tasks_and_worlds_that_are_named_are_described_where_the_reader_is_sent():
+    tasks, worlds = ((ROOT / "docs" / f"{page}.md").read_text() for page in ("bench", "quality"))
+    assert all(f"| `{name}` | {task.about} |" in tasks.partition("## Tasks")[2] for name, task in TASKS.items())
+    named = {world for card in CARDS.values() for world, *_ in worlds_of(card.parts)}
+    assert named and all(f"| {world} |" in worlds.partition("## Worlds")[2] for world in named)
+    for text in (choose.index(), choose.page()):
+        body = text[text.index("\n## ") :]
+        assert body.count("](bench.md#tasks)") > 20
+        assert not [t for t in TASKS if f" in `{t}`" in body]
+    for name, card in CARDS.items():
+        screen = info(card.found).partition("\n\nUse it when")[0]
+        of = [t for t in TASKS if f"in `{t}`" in screen.partition("\n  described: ")[0]]
+        assert [t for t in of if f"`{t}`" not in screen.partition("\n  described: ")[2]] == [], name
+
+
 def test_a_problem_fits_a_screen():
     """40 lines of 120 characters, as they are shown: without the addresses of links, and folded."""
-    shown = re.sub(r"\]\([^)]*\)", "]", re.sub(r"</summary>.*?</details>", "", choose.index(), flags=re.S))
+    shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"</summary>.*?</details>", "", choose.index(), flags=re.S))
     for section in re.split(r"^## ", shown, flags=re.M)[1:]:
         lines = [part for line in section.splitlines() for part in textwrap.wrap(line, 120) or [""]]
         assert len(lines) <= 40, (lines[0], len(lines))

@@ -27,7 +27,7 @@ MEASURES: Mapping[str, str] = {
     "solved_8": "held-out prompts solved in at least one of 8 tries (share)",
     "agree": "held-out answers equal to those to other wordings (share of pairs)",
     "length": "characters per held-out answer",
-    "no_signal": "rollouts in groups of equal rewards, in training (share)",
+    "no_signal": "rollouts in groups of equal rewards (share)",
     "entropy": "entropy per token in training (nats)",
     "score": "score of agents in held-out episodes (0 to 1)",
     "tokens": "tokens decoded until the end",
@@ -123,6 +123,11 @@ def decide(told: Mapping[str, Any]) -> tuple[Verdict, str]:
     return "within" if measured(told)[by]["seen"] <= least else "cannot be seen here", by
 
 
+def ahead(told: Mapping[str, Any]) -> bool:
+    """Whether the whole interval to what the claim names is on the side that the paper promises."""
+    return _turned(told, told["better"])[0] > 0
+
+
 def measured(told: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The differences of an entry: its own, "", and those to its controls; empty if it was not run."""
     return {"": told, **told.get("against", {})} if "mean" in told else {}
@@ -161,6 +166,21 @@ def outcomes_of(method: str) -> list[Mapping[str, Any]]:
 def size(x: float, sign: str = "") -> str:
     """A size in the unit of a metric: shares with three digits, tokens with none."""
     return f"{x:{sign}.{3 if abs(x) < 10 else 0}f}"
+
+
+def moved(metric: str, change: float) -> str:
+    """A metric and where it went: "fewer rollouts in groups of equal rewards (share)".
+
+    Args:
+        change: above 0 where it went up.
+    """
+    words = ("lower", "higher") if metric in ("entropy", "score") else ("fewer", "more")
+    return f"{words[change > 0]} {MEASURES[metric]}"
+
+
+def promised(told: Mapping[str, Any]) -> str:
+    """The metric of a claim in the direction that the paper promises."""
+    return moved(told["metric"], 1 if told["better"] == "higher" else -1)
 
 
 def numbers(d: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -20,7 +21,7 @@ from rl_plugins.cards.catalog import (
     needs_of,
     preset_text,
 )
-from rl_plugins.cards.claims import claim_lines
+from rl_plugins.cards.claims import claim_lines, claims
 from rl_plugins.cards.problems import ANSWERS, HOSTS, PROBLEMS, Answer
 from rl_plugins.cards.quality import quality_lines
 from rl_plugins.cards.results import Result, measured_of
@@ -148,7 +149,18 @@ def _standing(card: Card) -> str:
     standing = card.standing
     against = list(standing.against[:FEW]) or [card.bad]
     against += [f"{left} more below"] if (left := len(standing.against) - FEW) > 0 else []
-    return "\n".join([f"{standing.word}.", f"for: {card.good}", *(f"against: {text}" for text in against)])
+    lines = [f"{standing.word}.", f"for: {card.good}", *(f"against: {text}" for text in against)]
+    return "\n".join([*lines, *_described(lines, bool(standing.worlds) or "A step makes" in standing.good)])
+
+
+def _described(lines: Iterable[str], worlds: bool) -> Iterator[str]:
+    """Where the tasks and worlds that are named are described."""
+    known = {f"`{task}`" for claim in claims() for task in (claim.task, claim.control_place[1])}
+    named = dict.fromkeys(task for line in lines for task in re.findall("`[^`]+`", line) if task in known)
+    places = [f"{', '.join(named)} in docs/bench.md#tasks (`rl-plugins bench` lists them)"] if named else []
+    places += ["worlds in docs/quality.md#worlds"] if worlds else []
+    if places:
+        yield f"described: {'; '.join(places)}"
 
 
 def params_of_paper(file: CardFile) -> list[str]:

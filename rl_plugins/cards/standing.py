@@ -19,7 +19,7 @@ from functools import cache
 from typing import Literal
 
 from rl_plugins.cards import quality
-from rl_plugins.cards.claims import MEASURES, decide, measured, name_of, numbers, outcomes_of
+from rl_plugins.cards.claims import ahead, decide, measured, moved, name_of, numbers, outcomes_of, promised
 from rl_plugins.cards.quality import trained, trainings_of
 from rl_plugins.cards.results import measured_of
 
@@ -68,16 +68,19 @@ def standing_of(name: str, parts: tuple[str, ...]) -> Standing:
         verdict, by = decide(told)
         if not (d := measured(told).get(by)):
             continue
-        where, apart = f"{MEASURES[told['metric']]} in `{told['task']}`", f"{numbers(d)} to {name_of(told, by)}"
+        where, to = f"in `{told['task']}`", name_of(told, by)
         if verdict == "helps":
-            helped.append(f"{where}, {apart}")
+            helped.append(f"{promised(told)} {where}, {numbers(d)} to {to}")
         elif verdict == "harmful":
-            harm.append(f"{where}, harmful, {apart}")
+            harm.append(f"{moved(told['metric'], d['mean'])} {where}, harmful, {numbers(d)} to {to}")
         elif by:
-            matched.append(f"{where}, not seen to be ahead of {name_of(told, by)}")
+            matched.append(f"showed no {promised(told)} {where} than {to}")
+        elif ahead(told):
+            unmet.append(f"{promised(told)} {where}, but by less than matters, {numbers(d)} to {to}")
         else:
-            unmet.append(f"{where}, not seen to help, {apart}")
-    lost = [r.line for r in measured_of(name, parts) if r.worse]
+            unmet.append(f"showed no {promised(told)} {where}, {numbers(d)} to {to}")
+    lost = [f"behind in {r.line}" for r in measured_of(name) if r.worse]
+    lost += [f"`{p}`: behind in {r.line}" for p in parts if p != name for r in measured_of(p) if r.worse]
     lost += [f"{t['world']}, {trained(t)}" for t in trainings_of(parts) if "difference" in t and t["difference"][2] < 0]
     more: list[str] = []
     less: dict[str, str] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_plugins.cards.claims import decide, measured, name_of, numbers, verdict_text
+from rl_plugins.cards.claims import decide, measured, name_of, numbers, promised, verdict_text
 from rl_plugins.lab.bench.published import COSTS, methods_run, published
 from rl_plugins.lab.bench.tasks import METRICS, TASKS
 
@@ -37,7 +37,7 @@ def results() -> str:
     """What docs/bench.md shows on the site, after what it says of tasks and verdicts."""
     told = published()
     parts = [_intro(told)] + [_section(key, told["claims"]) for key in SECTIONS]
-    parts += [_not_run(told["claims"]), _neutral(told), _together(told), _hosts(told), _tasks(told)]
+    parts += [_not_run(told["claims"]), _neutral(told), _together(told), _hosts(told)]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts if part)
 
 
@@ -93,7 +93,7 @@ def headline() -> str:
     of = {key: [c for c in told["claims"] if section_of(c) == key] for key in SECTIONS}
     named = {key: ", ".join(dict.fromkeys(f"`{c['method']}`" for c in found)) for key, found in of.items()}
     named["helps"] = "; ".join(
-        f"`{c['method']}`: {METRICS[c['metric']][1]}, in `{c['task']}` ({TASKS[c['task']].about})" for c in of["helps"]
+        f"`{c['method']}`: {promised(c)}, in `{c['task']}` ({TASKS[c['task']].about})" for c in of["helps"]
     )
     named["cannot be seen here"] = "the page has the size that would have been seen"
     points = [f"- **{title}** ({_counted(of[key])}): {named[key]}." for key, (title, _) in SECTIONS.items() if of[key]]
@@ -223,7 +223,7 @@ def _hosts(told: Told) -> str:
     return "\n".join(lines)
 
 
-def _tasks(told: Told) -> str:
-    lines = ["## Tasks", "", "![GRPO in each task](figures/bench/baseline.png)", ""]
-    lines += ["| task | what is different | metric |", "|---|---|---|"]
-    return "\n".join(lines + [f"| `{n}` | {task.about} | {METRICS[task.metric][1]} |" for n, task in TASKS.items()])
+def tasks() -> str:
+    """A table of the tasks."""
+    rows = [f"| `{n}` | {task.about} | {METRICS[task.metric][1]} |" for n, task in TASKS.items()]
+    return "\n".join(["| task | what is different | metric |", "|---|---|---|", *rows])

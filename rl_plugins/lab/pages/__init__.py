@@ -27,6 +27,7 @@ from rl_plugins.lab.pages import (
     versions,
 )
 from rl_plugins.lab.pages.guides import with_code
+from rl_plugins.lab.pages.parts import renewed
 from rl_plugins.lab.pages.reference import reference_page
 from rl_plugins.lab.pages.short_reference import short_page
 from rl_plugins.lab.quality import page as quality
@@ -37,6 +38,8 @@ PAGES: dict[str, Callable[[str], str]] = {
     "rl_plugins/cards/index.json": lambda _: class_index.text(),
     "docs/methods.md": lambda _: methods.index(),
     "docs/choose.md": lambda _: choose.index(),
+    "docs/bench.md": lambda text: renewed(text, "tasks", bench.tasks()),
+    "docs/quality.md": lambda text: renewed(text, "worlds", quality.worlds()),
     "docs/open_questions.md": lambda _: open_questions.page(),
     "docs/reference.md": lambda _: short_page(),
     "README.md": lambda text: versions.readme(choose.readme(text)),

@@ -16,6 +16,7 @@ from rl_plugins.cards.problems import PROBLEMS
 from rl_plugins.cards.results import Result
 from rl_plugins.core.method import Bundle, Method
 from rl_plugins.core.params import MethodParams, describe_params
+from rl_plugins.lab.bench.tasks import TASKS
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.card_file import card_file
 
@@ -27,8 +28,8 @@ _HEAD = """\
 [Which method is for me](choose.md) begins with your problem. `rl-plugins info NAME` shows everything about one method,
 with a config to copy; the site has a page of each.
 
-"Use" is what our measurements say, with reasons in [choose.md](choose.md). Fidelity says what a method was checked
-against:
+"Use" is what our measurements say, in [tasks of the bench](bench.md#tasks) and in [worlds](quality.md#worlds) with an
+exact gradient; [choose.md](choose.md) has the reasons. Fidelity says what a method was checked against:
 
 """
 LONGEST_DEFAULT = 60  # characters of a default in a table; `info` shows the whole
@@ -88,7 +89,7 @@ def section(found: type[Method] | Bundle, whole: bool = True) -> str:
     if answered:
         parts.append(f"**Problems it answers:** {', '.join(answered)}.")
     if whole:
-        parts.append(f"**Whether to use it:** {card.standing.word}. {card.standing.why}".rstrip())
+        parts.append(with_links(f"**Whether to use it:** {card.standing.word}. {card.standing.why}".rstrip()))
         parts.append(f"**What we measured:** {measured(card.measured)}")
     if card.file.goes_with:
         parts.append("**Goes with:**\n\n" + bullets(f"[{n}](#{n}): {why}" for n, why in card.file.goes_with.items()))
@@ -148,6 +149,11 @@ def measured(results: Iterable[Result]) -> str:
     """Results as one line, each with a link to the evidence."""
     texts = [f"{m.line} ([{m.page.removesuffix('.md')}]({m.page}#{m.where}))" for m in results]
     return "; ".join(texts) + "." if texts else "nobody measured it yet."
+
+
+def with_links(text: str) -> str:
+    """The text with a link at each task of the bench, to where it is described."""
+    return re.sub(r"`([a-z]+(?:=\w+)?)`", lambda m: f"[{m[0]}](bench.md#tasks)" if m[1] in TASKS else m[0], text)
 
 
 def slug(title: str) -> str:

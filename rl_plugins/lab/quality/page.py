@@ -17,6 +17,7 @@ from rl_plugins.lab.quality.worlds import ABOUT
 from rl_plugins.tools.gradient_quality import progress_at
 
 FIGURES = "docs/figures/quality"
+_POOL = "stored rollouts of a policy, with sketched score functions"
 Sizes = Mapping[int, Mapping[str, Any]]
 
 
@@ -41,6 +42,12 @@ def results() -> str:
     parts += [_training(world, told["trainings"]) for world in TRAINED]
     absent = [f"- `{name}`: {why}." for name, why in sorted(ABSENT.items())]
     return "\n".join([*parts, "## Methods that act in no world", "", *absent, ""])
+
+
+def worlds() -> str:
+    """A table of the worlds."""
+    about = {**{world: ABOUT.get(world, _POOL) for world in _worlds(places(measured()))}, **TRAINED_ABOUT}
+    return "\n".join(["| world | what it is |", "|---|---|", *(f"| {name} | {text} |" for name, text in about.items())])
 
 
 def _training(world: str, trainings: Sequence[Mapping[str, Any]]) -> str:
@@ -106,8 +113,7 @@ def _world(world: str, found: Mapping[tuple[str, str], Sizes]) -> str:
     lines = [
         f"### {world}",
         "",
-        f"{ABOUT.get(world, 'stored rollouts of a policy, with sketched score functions')}.".capitalize()
-        + f" Seeds: {base[sizes[0]]['seeds']}.",
+        f"{ABOUT.get(world, _POOL)}.".capitalize() + f" Seeds: {base[sizes[0]]['seeds']}.",
         "",
     ]
     lines += [f"![Progress in {world}](figures/quality/{_file(world)})", "", f"| {' | '.join(head)} |"]
