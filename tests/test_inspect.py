@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_trace import Drops, Halves, Ranks, Shapes, batch_of, started
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from traces import a_row, write_batch
+from traces import a_row, write_batch, write_updates
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from typer.testing import CliRunner
@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from rl_plugins.commands.cli import app
 from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.rollouts import TokenIds
+from rl_plugins.lab.viewer.folder import TraceFolder
 from rl_plugins.lab.viewer.terminal import completion_of, visible
 from rl_plugins.lab.viewer.trees import SharedPiece, tree_of
 from rl_plugins.runtime.chat import TokenizerChat
@@ -77,6 +78,33 @@ def test_batches_groups_and_rollouts(run: Path) -> None:
     assert "reward 2.5 (reward_0 2, reward_1 0.5, halves: 1.25)" in group
     assert "Completions: sampled, <<read>>, {{forced}}" in group and "<<\\ud800 alone" in group
     assert "advantage: plain GRPO" in group and "halves: was 2.5" in group and "ranks.advantages 1" in group
+
+
+def test_every_method_has_a_line_of_what_it_did(run: Path) -> None:
+    """Also one that notes nothing, from the record alone."""
+    shown = " ".join(invoke(str(run), "--batch", "2").output.split())
+    assert "halves: changed the reward of 5 rows, by up to 1.25" in shown
+    assert "drops: took 3 tokens of 1 row out" in shown
+    assert "ranks: changed the advantage of" in shown and "shapes: changed the advantage of" in shown
+
+
+def test_chosen_prompts_and_losses_say_why(tmp_path: Path) -> None:
+    """The choice of an earlier batch, of a method without a note, of a plan; weights in the loss of the batch's own
+    updates; the host's step beside the batch."""
+    rows = [a_row(k, k, [1], current_version=6) for k in range(4)]  # dataset rows 100 to 103
+    note = {"method": "one", "hook": "select_prompts", "prompt_index": 100, "group": None, "values": []}
+    plan = {"method": "two", "hook": "plan", "prompt_index": 103, "group": 3, "values": [], "text": "gets more"}
+    for number, chosen in ((5, [100, 102]), (6, [100, 101])):
+        said = [{**note, "text": f"posterior 0.{number}"}, plan]
+        write_batch(tmp_path, number, rows, selected_by="one", selected=chosen, prompts=said)
+    write_updates(tmp_path, 6, [[], []])
+    why = TraceFolder(tmp_path).why_chosen(6)
+    assert why == {0: ["one: posterior 0.6"], 1: ["one"], 2: ["one (batch 5)"], 3: ["two: gets more"]}
+    batch = " ".join(invoke(str(tmp_path), "--batch", "6").output.split())
+    assert "posterior 0.6" in batch and "posterior 0.5" not in batch and "gets more" in batch
+    assert "one: chose 2 prompts" in batch and "two: in the loss: weight 1.5" in batch and "step 7" in batch
+    assert "posterior 0.6" in invoke(str(tmp_path), "--batch", "6", "--group", "0").output
+    assert [line.split("│")[2].strip() for line in invoke(str(tmp_path)).output.splitlines() if "│ 5" in line] == ["7"]
 
 
 def test_no_text_of_a_completion_acts_on_the_terminal(run: Path) -> None:

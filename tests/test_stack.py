@@ -18,6 +18,7 @@ import pytest
 import torch
 from messages import raises
 
+from rl_plugins import __version__
 from rl_plugins.core.errors import ConfigError, MethodError, StateError
 from rl_plugins.core.method import HOOKS, Bundle, Method
 from rl_plugins.core.params import MethodParams, build_params, param
@@ -30,6 +31,7 @@ from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.resume import needs_state, resume, save_run
 from rl_plugins.runtime.stack import MethodStack, Watcher, build_stack, check_max_unrewarded_batches
 from rl_plugins.runtime.state import load_state, save_state
+from rl_plugins.runtime.trace import trace_of
 from rl_plugins.testing import make_plan, make_rollouts, make_run, make_terms, make_tokens, one_step, start_stack
 from rl_plugins.testing.generation import Simulation
 
@@ -578,7 +580,7 @@ REFUSALS = {
     "of another version": (
         lambda: counting(NewVersion, 1),
         None,
-        r"state of `counter` has version 1, this code has 2\. Resume with the version of rl-plugins that wrote it",
+        r"state of `counter` has version 1, this code reads 2\..*`counter` from `methods`",
     ),
     "of other parameters": (
         lambda: counting(decay=0.25, edges="0,2", steps=1),
@@ -595,7 +597,11 @@ REFUSALS = {
         lambda saved: saved.update(fingerprint="5 rows"),
         r"`counter` belongs to another dataset \(fingerprint 5 rows, now data\)",
     ),
-    "without the step": (lambda: counting(steps=1), without("batch"), r"lacks `batch`; another version of rl-plugins"),
+    "without the step": (
+        lambda: counting(steps=1),
+        lambda saved: (saved.pop("batch"), saved.update(written_by="0.0.7")),
+        rf"lacks `batch`.*rl-plugins 0\.0\.7.*rl-plugins {__version__}.*version that wrote it",
+    ),
     "foreign": (lambda: counting(steps=1), without("stats", "methods"), r"lacks `methods`, `stats`"),
     "with text as a number": (
         lambda: counting(steps=1),
@@ -709,26 +715,29 @@ def test_a_method_that_first_fills_its_state_later_gets_it_back():
 @pytest.mark.parametrize(
     ("now", "told"),
     [
-        (["gdpo"], "[april, gdpo]; this run has methods: [gdpo]. Dropped: {} waiting groups of `april`."),
-        ([], "[april, gdpo]; this run has methods: []. Dropped: {} waiting groups of `april`."),
-        (["april"], "[april, gdpo]; this run has methods: [april]."),
-        (["gdpo", "april"], "[april, gdpo]; this run has methods: [gdpo, april]."),
-        (["april", "gdpo", "vade"], "[april, gdpo]; this run has methods: [april, gdpo, vade]. Starting fresh: vade."),
-        (["april", "gdpo"], None),
+        (["gdpo"], "Loaded: nothing. Dropped: {} waiting groups of `april`. Starting fresh: nothing."),
+        ([], "Loaded: nothing. Dropped: {} waiting groups of `april`. Starting fresh: nothing."),
+        (["april"], "Loaded: {} waiting groups of `april`. Dropped: nothing. Starting fresh: nothing."),
+        (["gdpo", "april"], "Loaded: {} waiting groups of `april`. Dropped: nothing. Starting fresh: nothing."),
+        (["april", "gdpo", "vade"], "Loaded: {} waiting groups of `april`. Dropped: nothing. Starting fresh: vade."),
+        (["april", "gdpo"], "Loaded: {} waiting groups of `april`. Dropped: nothing. Starting fresh: nothing."),
     ],
 )
-def test_other_methods_are_told_in_one_line_with_what_is_dropped(now, told, tmp_path, caplog):
+@pytest.mark.parametrize("trace", [True, False], ids=["traced", "plain"])
+def test_a_resume_says_in_one_line_what_is_loaded_and_what_is_dropped(now, told, trace, tmp_path, caplog, capsys):
+    """A warning where the methods are others. The trace is none of them."""
     first = with_waiting_groups()
     save_run(tmp_path, first.state_dict("data"), 8)
-    second = start_stack(*build_stack(now).methods)
-    caplog.clear()
+    second = start_stack(*build_stack(now).methods, *trace_of(trace, "trace", str(tmp_path)))
+    caplog.clear(), capsys.readouterr()
     with caplog.at_level("WARNING", "rl_plugins"):
         resumed(second, tmp_path)
     lines = [r.message for r in caplog.records]
-    waiting = len(first.carried)
-    assert waiting and lines == [
-        f"The checkpoint {tmp_path} was made with methods: {told.format(waiting)}" for _ in range(told is not None)
-    ]
+    waiting, same = len(first.carried), now == ["april", "gdpo"]
+    assert waiting and bool(lines) != same
+    (line,) = lines or capsys.readouterr().out.splitlines()
+    assert str(tmp_path) in line and f"step 8, rl-plugins {__version__}" in line
+    assert f"[april, gdpo]; this run has methods: [{', '.join(now)}]. {told.format(waiting)}" in line
     assert second.batch == 4 and len(second.carried) == (waiting if "april" in now else 0)
 
 
@@ -740,7 +749,8 @@ def test_the_state_of_a_removed_method_is_dropped_and_a_new_one_begins_anew(tmp_
         resumed(stack, tmp_path)
     assert plain(stack.methods[0].state) == before and stack.batch == 3
     (line,) = [r.message for r in caplog.records]
-    assert line.endswith("[other]. Dropped: state of `counter`. Starting fresh: other.")
+    names = ", ".join(counting().methods[0].state)
+    assert line.endswith(f"[other]. Loaded: nothing. Dropped: state of `counter` ({names}). Starting fresh: other.")
 
 
 def resumed(stack, folder, fingerprint="data", step=8, batch=4):
@@ -853,7 +863,7 @@ def test_what_a_method_of_a_paper_needs_is_seen_before_it_has_any(name):
 
 
 def test_a_checkpoint_made_without_methods_is_resumed_by_those_that_need_nothing(tmp_path):
-    stack = start_stack(Stateless(), *build_stack(["gdpo", "minpro"]).methods)
+    stack = start_stack(Stateless(), *build_stack(["gdpo", "minpro"]).methods, *trace_of(True, "trace", str(tmp_path)))
     assert resumed(stack, tmp_path, batch=4) is None and needs_state(stack) == {}
     assert (stack.batch, stack.extra_prompts, stack.draw, stack.carried) == (4, 0, 0, [])
 

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import raises
 
+from rl_plugins import __version__
 from rl_plugins.core.errors import StateError
-from rl_plugins.runtime.state import FOLDER, copy_plain, load_state, save_state, snapshot
+from rl_plugins.runtime.state import FOLDER, FORMAT, copy_plain, load_state, save_state, snapshot
 
 DTYPES = [
     torch.float64,
@@ -167,7 +168,7 @@ def edit(path: Path, **changes) -> None:
     path.write_text(json.dumps({k: v for k, v in header.items() if v is not None}))
 
 
-CONTENT = {"methods": {"vade": {"alpha": torch.arange(6.0)}}, "step": 3}
+CONTENT = {"methods": {"vade": {"alpha": torch.arange(6.0)}}, "step": 3, "written_by": "0.0.7"}
 DAMAGE = {
     "no json": lambda j, t: j.unlink(),
     "no tensors": lambda j, t: t.unlink(),
@@ -196,10 +197,12 @@ def test_damaged_and_foreign_files_are_refused(damage, tmp_path):
     with raises(StateError) as e:
         load_state(tmp_path)
     assert str(tmp_path / FOLDER) in str(e.value)
-    if damage == "other format":
-        assert "format 4, this version of rl-plugins reads 3" in str(e.value)
-    if damage == "older format":
-        assert "format 1, this version of rl-plugins reads 3" in str(e.value)
+    assert "start a new run" in str(e.value)
+    assert e.value.__cause__ is None and (e.value.__suppress_context__ or e.value.__context__ is None), "one traceback"
+    if damage in ("other format", "older format"):
+        other = {"other format": "format 4", "older format": "format 1"}[damage]
+        for named in (other, f"format {FORMAT}", "rl-plugins 0.0.7", f"rl-plugins {__version__}", "that wrote it"):
+            assert named in str(e.value), named
 
 
 def test_the_two_files_of_different_saves_are_refused(tmp_path):

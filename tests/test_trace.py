@@ -305,6 +305,7 @@ def test_datasets_reads_every_table(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for number in range(2):
         traced(stack, number)
     (trace,) = stack.watchers
+    stack.stats = {"loss/weight_mean": 0.75}
     trace.updated({"shapes": 0.5}, [RowRatio(0, torch.tensor([1.0, 1.25]), torch.tensor([False, True]))])  # type: ignore[attr-defined]
     assert trace._writer.wait() == ""  # type: ignore[attr-defined]
 
@@ -317,6 +318,7 @@ def test_datasets_reads_every_table(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert by_name(rollouts[2]["row_columns"]) == {"length": 4.0} and rollouts[10]["batch"] == 1
     assert by_name(batches[0]["stats"])["logs/batch"] == 3.0
     assert updates[0]["batch"] == 1 and updates[0]["lr_scale"] == 0.5
+    assert by_name(updates[0]["stats"]) == {"loss/weight_mean": 0.75}
     assert updates[0]["ratios"] == [{"row": 0, "ratio": [1.0, 1.25], "clipped": [0, 1]}]
     assert dict(zip(tokens["id"], tokens["text"], strict=True)) == dict(enumerate("abcde"))
 

@@ -105,6 +105,7 @@ def write_updates(folder: Path, number: int, ratios: Sequence[Sequence[Record]])
             "update": k,
             "lr_scale": 1 / (k + 1),
             "scaled": [],
+            "stats": named(**{"two/weight": 1.0 + k}),
             "ratios": list(own),
         }
         for k, own in enumerate(ratios)

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from rl_plugins import __version__
 from rl_plugins.core.errors import RLPluginsError, StateError
 from rl_plugins.core.method import Bundle
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.host_files import Files, differences
-from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.runtime.state import FOLDER, WRITING, load_state, save_state
+from rl_plugins.runtime.stack import MethodStack, Watcher
+from rl_plugins.runtime.state import FOLDER, WRITER, WRITING, load_state, other_version, save_state
 
 logger = logging.getLogger("rl_plugins")
 
@@ -42,7 +43,7 @@ def save_run(
     Raises:
         StateError: a method's state is not plain data.
     """
-    save_state(checkpoint, {**content, **notes, STEP: int(step), FILES: files})
+    save_state(checkpoint, {**content, **notes, STEP: int(step), FILES: files, WRITER: __version__})
 
 
 def resume(
@@ -81,8 +82,9 @@ def resume(
         needed = needs_state(stack)
         if with_methods or (with_methods is None and needed and not accept):
             raise StateError(_missing(checkpoint, needed, with_methods, option))
-        if anew := _begin_anew(stack):
-            logger.warning("The checkpoint %s was made without methods. Starting fresh: %s.", checkpoint, anew)
+        anew = _begin_anew(stack)
+        told = f"The checkpoint {checkpoint} was made without methods. Starting fresh: {anew or 'nothing'}."
+        _tell(told, warn=bool(anew))
         stack.batch, stack.extra_prompts, stack.draw = batch, 0, 0
         return None
     found = saved.get(STEP)
@@ -97,7 +99,7 @@ def resume(
         if problem:
             raise StateError(
                 f"A waiting group of the checkpoint {checkpoint} is not as this version of rl-plugins writes it: "
-                f"{problem}. Resume with the version that wrote it, or start a new run from the checkpoint's weights."
+                f"{problem}. {other_version(saved)}"
             )
     stack.load_state_dict(saved, fingerprint)
     tell_methods(checkpoint, saved, stack)
@@ -105,23 +107,33 @@ def resume(
 
 
 def tell_methods(checkpoint: str | os.PathLike[str], saved: Mapping[str, Any], stack: MethodStack) -> None:
-    """One line if the run names other methods than the checkpoint: both lists, and what is dropped or begins anew."""
+    """One line: the methods of the checkpoint and of the run, what is loaded, what is dropped, what starts fresh. It is
+    a warning where the methods are others."""
     old = saved["methods"]
-    if list(old) == stack.names:
-        return
-    dropped = [f"state of `{name}`" for name, one in old.items() if one["state"] and name not in stack.names]
-    if saved["carried"] and not stack.claims["admit"]:
+    loaded: list[str] = []
+    dropped: list[str] = []
+    if saved["carried"]:
         owner = next((f" of `{name}`" for name in old if _lets_wait(name)), "")
-        dropped.insert(0, f"{len(saved['carried'])} waiting groups{owner}")
-    anew = _begin_anew(stack, old)
-    logger.warning(
-        "The checkpoint %s was made with methods: [%s]; this run has methods: [%s].%s%s",
-        checkpoint,
-        ", ".join(old),
-        ", ".join(stack.names),
-        f" Dropped: {', '.join(dropped)}." if dropped else "",
-        f" Starting fresh: {anew}." if anew else "",
+        (loaded if stack.claims["admit"] else dropped).append(f"{len(saved['carried'])} waiting groups{owner}")
+    for name, one in old.items():
+        if one["state"]:
+            parts = ", ".join(list(one["state"])[:MOST_TOLD])
+            (loaded if name in stack.names else dropped).append(f"state of `{name}` ({parts})")
+    writer = saved.get(WRITER, "of unknown version")
+    _tell(
+        f"The checkpoint {checkpoint} (step {saved.get(STEP)}, rl-plugins {writer}) was made with methods: "
+        f"[{', '.join(old)}]; this run has methods: [{', '.join(stack.names)}]. "
+        f"Loaded: {', '.join(loaded) or 'nothing'}. Dropped: {', '.join(dropped) or 'nothing'}. "
+        f"Starting fresh: {_begin_anew(stack, old) or 'nothing'}.",
+        warn=list(old) != stack.names,
     )
+
+
+def _tell(line: str, warn: bool) -> None:
+    if warn:
+        logger.warning("%s", line)
+    else:
+        print(line, flush=True)  # as the table of methods is; programs show no line below a warning
 
 
 def _begin_anew(stack: MethodStack, old: Collection[str] = ()) -> str:
@@ -167,7 +179,9 @@ def check_files(
     else:
         problems = differences(saved[FILES], found, read) + problems
     if saved.get("seed", seed) != seed:
-        problems.append(f"it was made with seed {saved['seed']}, and this run has seed {seed}")
+        problems.append(
+            f"it was made with seed {saved['seed']}, and this run has seed {seed} (set it to {saved['seed']})"
+        )
     if not problems:
         return
     told = "; ".join(problems[:MOST_TOLD]) + (f"; and {n} more" if (n := len(problems) - MOST_TOLD) > 0 else "")
@@ -184,7 +198,7 @@ def needs_state(stack: MethodStack) -> dict[str, str]:
     """Method -> why it would make another run without its state of a checkpoint."""
     reasons = {}
     for m in stack.methods:
-        claims = m.claims()
+        claims = () if isinstance(m, Watcher) else m.claims()
         if m._state or "observe" in claims:
             reasons[m.name] = KEEPS
         elif "admit" in claims:

@@ -17,7 +17,7 @@ from rl_plugins.kit.threads import finished
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.immutability import changes, drawn_from, global_generators, is_watching, watched
 from rl_plugins.runtime.metrics import Metrics
-from rl_plugins.runtime.state import copy_plain, snapshot
+from rl_plugins.runtime.state import copy_plain, other_version, snapshot
 
 logger = logging.getLogger("rl_plugins")
 
@@ -105,11 +105,12 @@ class Watcher(Method):
         """Whether it wants importance ratios of tokens in `updated`."""
         return False
 
-    def updated(self, scaled: Mapping[str, float], ratios: Sequence[RowRatio]) -> None:
-        """Called after each optimizer step, by hosts that can.
+    def updated(self, scaled: Mapping[str, float] | None, ratios: Sequence[RowRatio]) -> None:
+        """Called after each optimizer step, or once after all of a batch, by hosts that can. The values that methods
+        logged in it are the stack's `stats`.
 
         Args:
-            scaled: method -> its factor on the learning rate.
+            scaled: method -> its factor on the learning rate; None: the host does not say it.
             ratios: of all ranks; none unless wanted.
         """
 
@@ -398,14 +399,13 @@ class MethodStack(Context):
         missing = {*_COUNTS, "carried", "stats", "fingerprint", "methods"} - set(saved)
         if missing:
             raise StateError(
-                f"The checkpoint's state lacks {', '.join(f'`{k}`' for k in sorted(missing))}; another version of "
-                f"rl-plugins wrote it. Resume with that version, or start a new run from the weights of the checkpoint."
+                f"The checkpoint's state lacks {', '.join(f'`{k}`' for k in sorted(missing))}. {other_version(saved)}"
             )
         problem = _field_problem(saved)
         if problem:
             raise StateError(
-                f"The checkpoint's state is not as this version of rl-plugins writes it: {problem}. Resume with the "
-                f"version that wrote it, or start a new run from the weights of the checkpoint."
+                f"The checkpoint's state is not as this version of rl-plugins writes it: {problem}. "
+                f"{other_version(saved)}"
             )
         for m in self.methods:
             found = saved["methods"].get(m.name)
@@ -413,8 +413,9 @@ class MethodStack(Context):
                 continue
             if found["version"] != m.state_version:
                 raise StateError(
-                    f"The checkpoint's state of `{m.name}` has version {found['version']}, this code has "
-                    f"{m.state_version}. Resume with the version of rl-plugins that wrote it."
+                    f"The checkpoint's state of `{m.name}` has version {found['version']}, this code reads "
+                    f"{m.state_version}. {other_version(saved)} Or remove `{m.name}` from `methods`: its state is "
+                    f"then dropped."
                 )
             now = params_to_dict(m.params)
             # a parameter that another version has, and that was not given, is none here
@@ -423,7 +424,8 @@ class MethodStack(Context):
                 what = ", ".join(f"{k}: {found['params'].get(k)!r} -> {now.get(k)!r}" for k in sorted(changed))
                 raise StateError(
                     f"The checkpoint's state of `{m.name}` was made with other parameters ({what}). Resume with the "
-                    f"same ones, or start a new run from the weights of the checkpoint."
+                    f"same ones, or start a new run from the weights of the checkpoint, or remove `{m.name}` "
+                    f"from `methods`: its state is then dropped."
                 )
             if saved["fingerprint"] != fingerprint:
                 raise StateError(

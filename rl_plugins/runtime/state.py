@@ -23,13 +23,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.core.errors import StateError, shown
+from rl_plugins import __version__
+from rl_plugins.core.errors import StateError, shortened, shown
 
 logger = logging.getLogger("rl_plugins")
 
 FOLDER = "rl_plugins"
 WRITING, BEFORE = f"{FOLDER}.writing", f"{FOLDER}.before"
 FORMAT = 3
+WRITER = "written_by"
+"""In the content of a run's state: the version of rl-plugins that wrote it."""
 LARGEST = 10**4000  # whole number; Python reads none of more than 4,300 digits
 MAX_DEPTH = 100  # of nested lists and dicts; a file within it can be read wherever in a program that is done
 _DTYPES = re.compile(r"torch\.(bool|complex64|b?float(8|16|32|64)\w*|u?int(8|16|32|64))")  # that safetensors has
@@ -82,9 +85,27 @@ def load_state(checkpoint: str | os.PathLike[str]) -> dict[str, Any] | None:
     if folder.with_name(BEFORE).exists():
         raise StateError(
             f"The state of the methods in {folder} is missing, and what an interrupted save left next to it, {BEFORE}, "
-            f"is not whole. Resume from an older checkpoint. Nothing was trained or overwritten."
+            f"is not whole. {_ANOTHER}"
         )
     return None
+
+
+_ANOTHER = (
+    "Resume from another checkpoint, or start a new run from this one's weights. Nothing was trained or overwritten."
+)
+
+
+def other_version(content: Any) -> str:
+    """The end of a message for a state that this version of rl-plugins cannot take over: who wrote it, and both ways
+    on."""
+    found = content.get(WRITER) if isinstance(content, Mapping) else None
+    who, that = f"rl-plugins {shortened(found, 40)}" if isinstance(found, str) else "an earlier rl-plugins", "version"
+    if found == __version__:
+        who, that = "another commit of rl-plugins with the same number, or it was edited", "commit"
+    return (
+        f"It was written by {who}; this is rl-plugins {__version__}. Resume with the {that} that wrote it, or start a "
+        f"new run from the weights of the checkpoint. Nothing was trained or overwritten."
+    )
 
 
 def _encode(content: Mapping[str, Any]) -> dict[str, bytes]:
@@ -110,13 +131,11 @@ def _read(folder: Path) -> dict[str, Any]:
         raw = (folder / "state.json").read_bytes()
         data = (folder / "state.safetensors").read_bytes()
         head = _HEAD_READ.match(raw)
-        if head is None:
+        if head is None or int(head[1]) != FORMAT:
             written = json.loads(raw)
             if isinstance(written, dict) and written.get("format", FORMAT) != FORMAT:
-                raise ValueError(_other_format(written["format"]))
+                raise _other_format(folder, written)
             raise ValueError("state.json was not written by rl-plugins, or was edited")
-        if int(head[1]) != FORMAT:
-            raise ValueError(_other_format(int(head[1])))
         if hashlib.sha256(raw[head.end() :]).hexdigest() != head[2].decode():
             raise ValueError("state.json is not as it was written: its checksum differs")
         body = json.loads(raw)
@@ -124,15 +143,19 @@ def _read(folder: Path) -> dict[str, Any]:
             raise ValueError("state.safetensors is not the file that was written with state.json")
         restored: dict[str, Any] = _restore(body["content"], load(data))
         return restored
+    except StateError:
+        raise
     except Exception as e:  # what damage makes of a parser is not known beforehand
         raise StateError(
-            f"The state of the methods in {folder} cannot be read: {type(e).__name__}: {e}. Resume from an older "
-            f"checkpoint. Nothing was trained or overwritten."
-        ) from e
+            f"The state of the methods in {folder} cannot be read: {type(e).__name__}: {e}. {_ANOTHER}"
+        ) from None
 
 
-def _other_format(found: Any) -> str:
-    return f"format {found!r}, this version of rl-plugins reads {FORMAT}"
+def _other_format(folder: Path, written: Mapping[str, Any]) -> StateError:
+    return StateError(
+        f"The state of the methods in {folder} has the format {shown(written['format'], 40)}, and this version reads "
+        f"format {FORMAT}. {other_version(written.get('content'))}"
+    )
 
 
 def _is_whole(folder: Path) -> bool:

@@ -470,6 +470,8 @@ class MethodsTrainer(host.Trainer):
             self._skipped.count(self.methods, values.get(SKIPPED, 0.0))
             self.methods.stats = values
             self._logged.append({f"actor/{name}": value for name, value in values.items()})
+            for watcher in self.methods.watchers:
+                watcher.updated(None, ())
         return batch
 
 

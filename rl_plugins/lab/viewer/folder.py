@@ -33,6 +33,7 @@ class TraceFolder:
         self.path, self.last = _place_of(run), last
         # groups of one batch are usually looked at one after another
         self._whole = lru_cache(maxsize=2)(self._read_rollouts)
+        self.why_chosen = lru_cache(maxsize=2)(self._why_chosen)
         if not self.numbers:
             raise ConfigError(f"The trace in {self.path} has no batch yet. Wait until the run has made one.")
 
@@ -98,6 +99,28 @@ class TraceFolder:
             there = sorted(set(whole["group"].to_pylist()))
             raise ConfigError(f"Batch {batch} has no recorded group {group}. Recorded are {_ranges(there)}.")
         return rows
+
+    def _why_chosen(self, batch: int) -> dict[int, list[str]]:
+        """Group of a batch -> which method chose its prompt, and what methods said of the prompt. Groups wait in some
+        runs, and asynchronous hosts choose ahead: then the choice is of an earlier batch, which is named."""
+        groups: list[Record] = next((b["groups"] for b in self.batches if b["batch"] == batch), [])
+        missing, chosen = {g["prompt_index"] for g in groups}, dict[int, list[str]]()
+        planned: dict[int, list[str]] = {}
+        for b in reversed([b for b in self.batches if b["batch"] <= batch]):
+            here = missing & set(b["selected"])
+            at = "" if b["batch"] == batch else f" (batch {b['batch']})"
+            for note in b.get("prompts") or []:
+                said = f"{note['method']}{at}: {note['text']}"
+                if note["hook"] == "select_prompts" and note["prompt_index"] in here:
+                    chosen.setdefault(note["prompt_index"], []).append(said)
+                elif note["hook"] == "plan" and not at:
+                    planned.setdefault(note["group"], []).append(said)
+            for prompt in here:
+                chosen.setdefault(prompt, [f"{b['selected_by']}{at}"])
+            missing -= here
+            if not missing:
+                break
+        return {g["group"]: chosen.get(g["prompt_index"], []) + planned.get(g["group"], []) for g in groups}
 
     def updates(self, number: int) -> list[Record]:
         """Records of the optimizer steps of a batch; none if they are not recorded."""

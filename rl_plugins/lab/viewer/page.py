@@ -132,7 +132,8 @@ def _group(trace: TraceFolder, table: Any, name: str) -> str:
         plain = json.dumps(_plain(row), separators=(",", ":"))
         rows.append(plain[:-1] + "".join(f',"{n}":{values[i]}' for n, values in lists.items()))
         rows[-1] += "".join(f',"{n}":{values}' for n, values in ratios.get(row["row"], {}).items()) + "}"
-    shared = json.dumps({"tree": tree, "texts": texts}, separators=(",", ":"))
+    why = trace.why_chosen(table["batch"][0].as_py()).get(table["group"][0].as_py(), [])
+    shared = json.dumps({"tree": tree, "texts": texts, "chosen": why}, separators=(",", ":"))
     return _script(name, f'{{"rows":[{",".join(rows)}],{shared[1:]}')
 
 

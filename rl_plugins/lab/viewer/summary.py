@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_plugins.lab.viewer.folder import Record, TraceFolder
+from rl_plugins.lab.viewer.folder import NOISE, Record, TraceFolder
 
 COLUMNS = ("group", "prompt_index", "rows", "trained", "reward", "spread", "change", "truncated", "age", "recorded")
 FLAT = 1e-6
@@ -36,7 +36,7 @@ def batch_summary(trace: TraceFolder, summary: Record) -> Record:
     }
     found |= {"rewards": {}, "left": {}, "prompt_values": _values(found.pop("prompts", None) or [])}
     updates = trace.updates(number)
-    found["lr_scale"] = [u["lr_scale"] for u in updates]
+    found["lr_scale"] = [u["lr_scale"] for u in updates if u["lr_scale"] is not None]
     if number not in trace.recorded:
         groups["recorded"] = [False] * len(groups["group"])
         return found
@@ -57,6 +57,68 @@ def batch_summary(trace: TraceFolder, summary: Record) -> Record:
     totals = np.where(known, rewards, 0).sum(0) / np.maximum(1, known.sum(0))
     found["rewards"] = {n: float(v) if k else None for n, v, k in zip(names, totals, known.any(0), strict=True)}
     found["left"] = _left(table["left"].combine_chunks())
+    return found
+
+
+def deeds(trace: TraceFolder, summary: Record) -> dict[str, list[str]]:
+    """Method -> what it did with the recorded rows of a batch, a phrase each. All of it is from the record of the
+    batch, so a method says nothing of its own for it.
+
+    Args:
+        summary: of `trace.batches`.
+    """
+    number, methods = summary["batch"], summary["methods"]
+    rows = trace.rollouts(number)
+    found: dict[str, list[str]] = {m: [] for m in methods}
+    if summary["selected"] and summary["selected_by"] in found:
+        found[summary["selected_by"]].append(f"chose {counted(len(set(summary['selected'])), 'prompt')}")
+    planned = {r["group"]: r["plan"]["by"] for r in rows if r["plan"]}
+    changed = _changed(rows)
+    left = _left(trace.rollout_table(number)["left"].combine_chunks())
+    logged = {s["name"]: [s["value"]] for s in summary["stats"]}
+    loss: dict[str, list[float]] = {}
+    for s in (s for u in trace.updates(number) for s in u.get("stats") or []):
+        loss.setdefault(s["name"], []).append(s["value"])
+        logged.pop(s["name"], None)  # that one is of the updates before
+    for m, said in found.items():
+        if groups := sum(m in by for by in planned.values()):
+            said.append(f"planned {counted(groups, 'group')}")
+        for what in ("reward", "advantage"):
+            if by := changed[what].get(m):
+                said.append(f"changed the {what} of {counted(len(by), 'row')}, by up to {max(by):.4g}")
+        gone = [v for name, v in left.items() if name.startswith(f"{m}.")]
+        if gone:
+            said.append(
+                f"took {counted(sum(t for _, t in gone), 'token')} of {counted(sum(n for n, _ in gone), 'row')} out"
+            )
+        for where, values in (("logged", logged), ("in the loss", loss)):
+            own = {n.removeprefix(f"{m}/"): v for n, v in values.items() if n.startswith(f"{m}/")}
+            if own:
+                said.append(f"{where}: " + ", ".join(f"{n} {sum(v) / len(v):.4g}" for n, v in own.items()))
+    return found
+
+
+def counted(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def _changed(rows: list[Record]) -> dict[str, dict[str, list[float]]]:
+    """ "reward" or "advantage" -> method -> of each row that it changed, by how much."""
+    found: dict[str, dict[str, list[float]]] = {"reward": {}, "advantage": {}}
+
+    def step(what: str, method: str, before: float | None, after: float | None) -> None:
+        if before is not None and after is not None and abs(after - before) > NOISE:
+            found[what].setdefault(method, []).append(abs(after - before))
+
+    for row in rows:
+        value = row["raw_reward"]
+        for one in row["rewarded"]:
+            step("reward", one["method"], value, one["reward"])
+            value = one["reward"]
+        value = row["grpo"]
+        for stage in row["advantages"]:
+            step("advantage", stage["stage"].rpartition(".")[0], value, stage["advantage"])
+            value = stage["advantage"]
     return found
 
 

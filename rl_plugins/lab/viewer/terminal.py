@@ -17,6 +17,7 @@ from rl_plugins.core.errors import printable
 from rl_plugins.core.requests import Kind
 from rl_plugins.lab.viewer.comparison import SamePrompt, word_differences
 from rl_plugins.lab.viewer.folder import TraceFolder
+from rl_plugins.lab.viewer.summary import deeds
 
 LONGEST = 2000  # characters of a text that are printed
 ROUNDING = 1e-12  # a number below it is what rounding left of 0
@@ -33,13 +34,16 @@ def print_run(trace: TraceFolder, console: Console) -> None:
     last = trace.batches[-1]
     methods = ", ".join(last["methods"]) or "no method"
     console.print(f"{len(trace.batches)} batches in {trace.path}, {last['host']}, {methods}", markup=False)
-    table = Table("batch", "rows", "trained", "reward", "groups without signal", "largest change", "age", "rollouts")
+    table = Table(
+        "batch", "step", "rows", "trained", "reward", "groups without signal", "largest change", "age", "rollouts"
+    )
     recorded = set(trace.recorded)
     for b in trace.batches:
         groups = b["groups"]
         flat = sum(g["spread"] == 0 for g in groups)
         table.add_row(
             str(b["batch"]),
+            str(step_of(b)),
             str(b["rows"]),
             str(b["trained_rows"]),
             _number(_mean([g["reward"] for g in groups])),
@@ -50,8 +54,15 @@ def print_run(trace: TraceFolder, console: Console) -> None:
         )
     console.print(table)
     console.print(
-        "Change: largest difference of a row's advantage to that of plain GRPO. Next: --batch N", markup=False
+        "Step: the host's first step that trains the batch; batches count from 0, steps from 1. Change: largest "
+        "difference of a row's advantage to that of plain GRPO. Next: --batch N",
+        markup=False,
     )
+
+
+def step_of(summary: Mapping[str, Any]) -> int:
+    """The host's step, counted from 1, that is the first to train a batch: it changes the weights published last."""
+    return int(summary["current_version"]) + 1
 
 
 def print_batch(trace: TraceFolder, batch: int, console: Console) -> None:
@@ -59,21 +70,32 @@ def print_batch(trace: TraceFolder, batch: int, console: Console) -> None:
     summary = next(b for b in trace.batches if b["batch"] == batch) if batch in trace.numbers else None
     trace.rollouts(batch)  # an error names what is there
     assert summary is not None
-    table = Table("group", "dataset row", "rows", "trained", "reward", "spread", "change", "truncated", "age")
+    columns = ["group", "dataset row", "rows", "trained", "reward", "spread", "change", "truncated", "age"]
+    why = trace.why_chosen(batch)
+    if any(why.values()):
+        columns.append("chosen or planned by")
+    table = Table(*columns)
     for g in summary["groups"]:
         name = str(g["group"]) + ("" if g["recorded"] else " (summary)")
         numbers = (_number(g[k]) for k in ("reward", "spread", "change"))
         counts = (str(g[k]) for k in ("prompt_index", "rows", "trained"))
-        table.add_row(name, *counts, *numbers, str(g["truncated"]), str(g["age"]))
+        chosen = [Text(visible("; ".join(why[g["group"]]), 300))] if any(why.values()) else []
+        table.add_row(name, *counts, *numbers, str(g["truncated"]), str(g["age"]), *chosen)
     console.print(table)
+    for method, said in deeds(trace, summary).items():
+        console.print(Text(visible(f"{method}: {'; '.join(said) or 'nothing of it is in the record of this batch'}")))
     stages = " -> ".join(summary["stages"])
-    console.print(f"Advantages: {stages}. Next: --batch {batch} --group N", markup=False)
+    console.print(
+        f"Advantages: {stages}. Host's step {step_of(summary)}. Next: --batch {batch} --group N", markup=False
+    )
 
 
 def print_group(trace: TraceFolder, batch: int, group: int, console: Console) -> None:
     """The rollouts of a group, what became of each, and why."""
     rows = trace.rollouts(batch, group)
     console.print(Text(f"Prompt (dataset row {rows[0]['prompt_index']}): {visible(rows[0]['prompt'])}"))
+    for said in trace.why_chosen(batch)[group]:
+        console.print(Text(f"Chosen or planned by {visible(said, 300)}"))
     if not all(_sampled(row) for row in rows):
         console.print(
             Text.assemble(

@@ -53,15 +53,17 @@ class Updated:
     """One optimizer step.
 
     Args:
-        scaled: method -> factor on the learning rate.
+        scaled: method -> factor on the learning rate; None: the host does not say it.
+        stats: logged by the methods in this step.
         ratios: of the recorded rows.
     """
 
-    scaled: Mapping[str, float]
+    scaled: Mapping[str, float] | None
+    stats: Mapping[str, float]
     ratios: Sequence[RowRatio] = ()
 
     def without_ratios(self) -> Updated:
-        return Updated(self.scaled)
+        return Updated(self.scaled, self.stats)
 
 
 def shapes(batch: TracedBatch) -> list[tuple[str, Shape]]:

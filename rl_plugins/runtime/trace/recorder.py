@@ -196,15 +196,15 @@ class Trace(Watcher):
     def wants_ratios(self) -> bool:
         return RATIO in self.params.signals
 
-    def updated(self, scaled: Mapping[str, float], ratios: Sequence[RowRatio]) -> None:
-        known = self._updates
-        if self._last is None or self._writer is None or not (scaled or ratios):
+    def updated(self, scaled: Mapping[str, float] | None, ratios: Sequence[RowRatio]) -> None:
+        known, stats = self._updates, dict(self._context.stats)  # type: ignore[union-attr]
+        if self._last is None or self._writer is None or not (scaled or ratios or stats):
             return
         batch, rows = self._last
         chosen = [r for r in ratios if r.row in rows]
         if len(known) > 1:  # ratios of the first and of the last one are kept
             known[-1] = known[-1].without_ratios()
-        known.append(Updated(dict(scaled), chosen))
+        known.append(Updated(None if scaled is None else dict(scaled), stats, chosen))
         self._writer.write_updates(batch, tuple(known))
 
     def ended(self) -> None:

@@ -356,8 +356,9 @@ def update_records(batch: int, updates: Sequence[Updated]) -> list[Record]:
             "schema": schema.VERSION,
             "batch": batch,
             "update": number,
-            "lr_scale": float(np.prod(list(u.scaled.values()))),
-            "scaled": [{"method": m, "lr_scale": v} for m, v in u.scaled.items()],
+            "lr_scale": None if u.scaled is None else float(np.prod(list(u.scaled.values()))),
+            "scaled": [{"method": m, "lr_scale": v} for m, v in (u.scaled or {}).items()],
+            "stats": with_names(u.stats.items()),
             "ratios": [
                 {
                     "row": r.row,

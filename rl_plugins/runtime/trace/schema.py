@@ -3,7 +3,7 @@
     trace/rollouts/batch-00000012.parquet   a record for each recorded row of generation batch 12
     trace/batches/batch-00000012.parquet    one record of the batch, with a summary of every group
     trace/tokens/batch-00000012.parquet     texts of token ids that appear for the first time
-    trace/updates/batch-00000012.parquet    a record for each optimizer step of the batch (TRL; nowhere else yet)
+    trace/updates/batch-00000012.parquet    a record for each optimizer step of the batch (verl: one of all of them)
 
 Lists per token are as long as the completion; a place without a value is NaN (null for whole numbers).
 """
@@ -178,7 +178,8 @@ UPDATES = pa.schema(
         "schema": pa.int16(),
         "batch": pa.int32(),
         "update": pa.int32(),  # number in the batch, from 0
-        "lr_scale": pa.float64(),  # factor of the methods on the learning rate
+        "lr_scale": pa.float64(),  # factor of the methods on the learning rate; null: the host does not say it
+        "stats": _VALUES,  # logged by the methods in this step, e.g. the mean weight that a surrogate gave to tokens
         "scaled": pa.list_(pa.struct({"method": pa.string(), "lr_scale": pa.float64()})),
         # with the signal `ratio`: of the batch's first and last optimizer step, a record for each recorded row
         "ratios": pa.list_(

@@ -130,6 +130,7 @@ def test_updates_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [(u["batch"], u["update"]) for u in updates] == [(b, u) for b in (0, 1) for u in range(4)]
     factor = (32 / 128) ** 0.5
     assert all(u["lr_scale"] == factor and u["scaled"] == [{"method": "brorl", "lr_scale": factor}] for u in updates)
+    assert all(by_name(u["stats"])["brorl/lr_scale"] == pytest.approx(factor) for u in updates), "of its own step"
     assert [u["ratios"] is None for u in updates] == [False, True, True, False] * 2, "of the first and of the last one"
     clipped = 0
     for u, (inputs, new) in zip(updates, seen, strict=True):

@@ -45,6 +45,7 @@ const GroupView = ({ run, group, about }) => {
     <pre class="text prompt">${cut(rows[0].prompt, 20000)}</pre>
     <h2>What the methods changed</h2>
     <ul class="said">${changes(rows, run.methods).map((s) => html`<li>${s}</li>`)}
+      ${group.chosen.map((s) => html`<li>Chosen or planned by ${cut(s, 500)}</li>`)}
       ${plan && plan.by.length ? html`<li>Planned by ${plan.by.join(", ")}: ${plan.n} rollouts${plan.given ? `, ${plan.given} given` : ""}${plan.prefix ? `, ${plan.prefix} tokens of prefix` : ""}${plan.edited.length ? `, edited ${plan.edited.join(", ")}` : ""}.</li>` : ""}
       ${[...said].map(([text, list]) => html`<li>${list.length === rows.length ? "All rollouts" : `Rollout ${list.join(", ")}`}, ${cut(text, 500)}</li>`)}</ul>
     <p class="quiet">Ring: the advantage that plain GRPO gives. Diamond: after the methods (mean over the trained tokens). Thin line: from the smallest to the largest token.</p>
