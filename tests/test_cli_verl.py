@@ -39,6 +39,9 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "verl"
 VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
 RUN = (
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
     "algorithm.adv_estimator=grpo",
     "actor_rollout_ref.rollout.name=vllm",
     "actor_rollout_ref.rollout.n=4",
@@ -106,10 +109,10 @@ def test_without_a_run_it_shows_what_is_installed():
     assert "rl-plugins doctor --host verl -- OVERRIDES" in text and "The run" not in text
 
 
-def test_it_imports_neither_verl_nor_ray():
+def test_without_a_run_it_imports_neither_verl_nor_ray():
     code = (
         "import sys\nfrom rl_plugins.verl.doctor import examine\n"
-        f"problems = examine({[*RUN]!r})\n"
+        "problems = examine([])\n"
         "print(problems, sorted({m.split('.')[0] for m in sys.modules} & {'verl', 'ray', 'trl', 'transformers'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=NEVER)
@@ -219,16 +222,8 @@ def test_a_run_with_methods(tmp_path):
     assert found["optimizer steps"] == "1 per batch, of 64 rows each"
     assert found["whole run"] == "6 batches, 6 optimizer steps"  # 50 prompts / 16 * 2 epochs
     assert "the methods' state in its folder rl_plugins/" in found["checkpoints"]
-    assert section(text, "Not in this run").keys() == {
-        "admit",
-        "engine",
-        "turns",
-        "turn_limits",
-        "redundancy",
-        "ref_logprobs",
-        "several_rewards",
-        "several_updates",
-    }
+    unused = ("admit", "engine", "redundancy", "ref_logprobs", "several_rewards", "several_updates", "turn_limits")
+    assert f"  This run has no {', '.join(unused)}, turns." in text and "Name one" not in text
     assert "its columns and size are not checked" not in text and text.endswith("No problem found.\n")
 
 
@@ -236,14 +231,14 @@ def test_the_batches_of_a_schedule(tmp_path):
     train = data(tmp_path / "train.parquet", 50)
     params = "+rl_plugins.method_params.brorl={ramp:[[3,16]]}"
     methods = ("trainer.v1.trainer_mode=rl_plugins_sync", "+rl_plugins.methods=[brorl]", params)
-    found = section(examine(*RUN[:5], *methods, f"data.train_files={train}"), "The run")
+    found = section(examine(*RUN[:8], *methods, f"data.train_files={train}"), "The run")
     assert (found["prompts"], found["rollouts"]) == ("16 per batch", "4 per prompt")
     assert found["from batch 3"] == "4 groups with 16 rollouts each; 64 rows generated, 64 of 64 trained"
 
 
 def test_the_precision_of_the_rollouts_is_named():
-    sync = (*RUN[:4], "trainer.v1.trainer_mode=rl_plugins_sync")
-    assert section(examine(*RUN[:4], "trainer.v1.trainer_mode=sync"), "The run")["precision"] == "rollouts in bfloat16"
+    sync = (*RUN[:8], "trainer.v1.trainer_mode=rl_plugins_sync")
+    assert section(examine(*RUN[:8], "trainer.v1.trainer_mode=sync"), "The run")["precision"] == "rollouts in bfloat16"
     quantized = (*sync, "actor_rollout_ref.rollout.quantization=fp8")
     pool = "+rl_plugins.methods=[sol_rl_select]"
     found = section(examine(*quantized, pool), "The run")["precision"]
@@ -259,7 +254,7 @@ def test_the_precision_of_the_rollouts_is_named():
 
 def test_several_optimizer_steps_and_several_rewards():
     text = examine(
-        *RUN[:4],
+        *RUN[:7],
         "trainer.v1.trainer_mode=rl_plugins_sync",
         "+rl_plugins.methods=[gdpo]",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
@@ -273,11 +268,11 @@ def test_several_optimizer_steps_and_several_rewards():
     assert found["policy"].startswith("the batch's own in the first optimizer step, off-policy in the 7 after it")
     assert found["whole run"] == "3 batches, 24 optimizer steps"
     assert found["rewards"] == "accuracy (weight 1), format (weight 0.5): keys of the reward function's answer"
-    assert "several_rewards" not in section(text, "Not in this run")
+    assert "several_rewards" not in text
 
 
 def test_a_run_of_verl_alone():
-    text = examine(*RUN[:5])
+    text = examine(*RUN[:8])
     found = section(text, "The run")
     assert "No methods are named: the run is verl's own." in text
     assert (
@@ -330,6 +325,15 @@ def test_options_of_hydra_and_of_trl_are_refused():
         (["actor_rollout_ref.actor.strategy=veomni"], "strategy=veomni was never run with rl-plugins"),
         (["reward.custom_reward_function.path=nowhere.py"], "nowhere.py does not exist"),
         (["actor_rollout_ref.rollout.name=???"], "verl demands a value for actor_rollout_ref.rollout.name"),
+        (["actor_rollout_ref.rollout.name=hf"], "actor_rollout_ref.rollout.name='hf'.* sglang, trtllm, vllm"),
+        (["actor_rollout_ref.rollout.name=hf_cpu"], "VERL_PLATFORM=cpu"),
+        (["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null"], "actor.ppo_micro_batch_size_per_gpu"),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=32"], "must be >= actor.ppo_mini_batch_size"),
+        (["trainer.v1.trainer_mode=rl_plugins_async"], "rl_plugins_separate_async.* Did you mean `rl_plugins_sync`"),
+        (["~rl_plugins", "trainer.v1.trainer_mode=asynch"], "colocate_async, separate_async, sync"),
+        (["data.gen_batch_size=5"], "data.gen_batch_size=5 must divide data.train_batch_size=16"),
+        (["trainer.v1.sampler.max_off_policy_strategy=skip"], "drop or wait"),
+        (["reward.reward_model.enable_resource_pool=True"], "reward.reward_model.nnodes"),
     ],
 )
 def test_what_cannot_take_effect_is_a_problem(changes, problem):
@@ -354,6 +358,23 @@ def test_what_cannot_take_effect_is_a_problem(changes, problem):
 def test_what_verl_would_refuse_later_or_never_read_is_a_problem(changes, words):
     said = problems(examine(*RUN, *changes, status=1))
     assert all(word in said for word in words)
+
+
+def test_what_verl_asserts_where_rollouts_have_devices_of_their_own():
+    """The trainer does so after Ray has started and the models are loaded; the run ends before."""
+    mode = "trainer.v1.trainer_mode=rl_plugins_separate_async"
+    wrong = [*RUN, mode, "reward.reward_model.enable=True", "trainer.v1.separate_async.parameter_sync_step=4"]
+    keys = (
+        "Set trainer.v1.separate_async.parameter_sync_step=1",
+        "actor_rollout_ref.rollout.nnodes=0",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=naive",
+        "reward.reward_model.enable_resource_pool=False",
+    )
+    said = problems(examine(*wrong, status=1))
+    assert all(key in said for key in keys) and "n_gpus_per_node" not in said
+    with pytest.raises(ConfigError) as error:
+        start.prepare(compose(wrong))
+    assert all(key in str(error.value) for key in keys)
 
 
 MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
@@ -454,7 +475,8 @@ def test_options_that_methods_set_and_make_meaningless(monkeypatch):
 def test_asynchronous_modes(monkeypatch):
     mode = "trainer.v1.trainer_mode=rl_plugins_separate_async"
     sizes = ("actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.total_training_steps=5")
-    text = examine(*RUN, mode, *sizes, "trainer.v1.separate_async.num_warmup_batches=2")
+    apart = ("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl")
+    text = examine(*RUN, mode, *sizes, *apart, "trainer.v1.separate_async.num_warmup_batches=2")
     found = section(text, "The run")
     assert found["prompts"] == "16 per plan, of 4 batches"
     assert found["optimizer steps"] == "1 per batch, of 16 rows each"
@@ -497,7 +519,7 @@ def test_a_method_that_cannot_plan(tmp_path, monkeypatch):
 def test_rewards_that_the_run_names_are_those_of_the_methods():
     """A method may name one of them; the run has no `score` then."""
     named = ("+rl_plugins.rewards.accuracy=1", "+rl_plugins.rewards.format=0.5")
-    run = [*RUN[:6], "+rl_plugins.methods=[drpo]", "+rl_plugins.method_params.drpo.reward=accuracy"]
+    run = [*RUN[:9], "+rl_plugins.methods=[drpo]", "+rl_plugins.method_params.drpo.reward=accuracy"]
     train = ["trainer.total_training_steps=3"]
     assert examine(*run, *named, *train).endswith("No problem found.\n")
     found = section(examine(*run, *train, status=1), "The run")
@@ -515,7 +537,7 @@ def test_methods_that_read_the_data_set_find_it(tmp_path):
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), train, row_group_size=10)
     run = [
-        *RUN[:6],
+        *RUN[:9],
         "+rl_plugins.methods=[v0]",
         f"data.train_files={train}",
         "+rl_plugins.method_params.v0.prior=column",
@@ -544,12 +566,12 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
     """A run with everything a method may want: it passes where `list` names verl, and in an asynchronous mode where
     `info` names those."""
     mode = "trainer.v1.trainer_mode=rl_plugins_colocate_async"
-    run = [line for line in RUN[:6] if not line.startswith("actor_rollout_ref.rollout.n=")]
+    run = [line for line in RUN[:9] if not line.startswith("actor_rollout_ref.rollout.n=")]
     run += ["data.max_response_length=1024", "actor_rollout_ref.actor.ppo_epochs=2"]
     run += ["actor_rollout_ref.rollout.name=hf_cpu", "actor_rollout_ref.rollout.n=8"]
     penalty = {kl: f"actor_rollout_ref.actor.use_kl_loss={kl}" for kl in (True, False)}  # its model may be a teacher's
     configs = {kl: (compose([*run, p]), compose([*run, p, mode])) for kl, p in penalty.items()}
-    queued = compose([*RUN[:6], mode])
+    queued = compose([*RUN[:9], mode])
     for name in registry.all_names():
         found = registry.load(name)
         if isinstance(found, Bundle) or "verl" not in catalog.hosts_of(found):

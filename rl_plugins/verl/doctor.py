@@ -1,6 +1,7 @@
 """`rl-plugins doctor --host verl`: what a command line of verl would do with methods, without starting Ray.
 
-verl is not imported, which costs seconds: its config is composed by hydra, its classes are read from their source.
+Its config is composed by hydra and its classes are read from their source. verl is imported, which takes seconds, only
+for its own check of a run's config.
 """
 
 from __future__ import annotations
@@ -306,21 +307,29 @@ def _print_run(overrides: Sequence[str]) -> list[str]:
     elif settings is None or not settings.methods:
         print("\nNo methods are named: the run is verl's own.")
     run.problems += host_config.problems(run.read, Path(verl_folder()))
+    if settings is None and run.read("trainer.use_v1", True) and (unknown := start.unknown_mode(config)):
+        run.problems.append(unknown)
+    if refused := host_config.check_of_verl(config):
+        run.problems.append(refused)
     _look_at_dataset(run)
     _look_at_reward(run)
     print("\nThe run")
     for what, text in _describe(run, settings):
         print(f"  {what:<18}{text}")
     if stack and settings is not None:
-        print("\nNot in this run")
         offered = capabilities.verl_capabilities(stack, settings, config)
-        for name, why in (*offered.missing_hooks.items(), *offered.missing_signals.items()):
-            print(f"  {name:<18}{why}")
+        if unused := {*offered.missing_hooks, *offered.missing_signals} - _wanted(stack):
+            run.notes.append(f"This run has no {', '.join(sorted(unused))}. No method of it needs them.")
     _add_notes(run, bool(OmegaConf.select(config, "trainer.nnodes") != 1))
     print("\nNotes")
     for note in run.notes:
         print(f"  {note}")
     return list(dict.fromkeys(run.problems))
+
+
+def _wanted(stack: MethodStack) -> set[str]:
+    """Hooks and signals of the methods. What of it is missing is a problem and has been told."""
+    return {name for m in stack.methods for name in (*m.claims(), *(need.partition(":")[0] for need in m.needs))}
 
 
 def _missing_values(config: Any) -> list[str]:
@@ -503,7 +512,6 @@ def _checkpoints(read: capabilities.Reader, methods: bool) -> str:
 
 
 def _add_notes(run: _Examined, several_nodes: bool) -> None:
-    run.notes.append("verl's own checks of the config (batch sizes, devices) come when it starts.")
     if several_nodes:
         run.notes.append(
             "Several nodes: install the same rl-plugins on each. Variables reach the workers of a running Ray with "

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.errors import ConfigError, did_you_mean, shown, told
 from rl_plugins.runtime.preflight import render_table
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl import METHODS_VARIABLE, TEACHER_VARIABLE, capabilities
 from rl_plugins.verl.compat import check_verl
 from rl_plugins.verl.config import MODES, Settings, read_settings
-from rl_plugins.verl.host_config import refuse_old_keys
+from rl_plugins.verl.host_config import refuse
 from rl_plugins.verl.saved import check_tracker
 
 ENVIRONMENT = "ray_kwargs.ray_init.runtime_env.env_vars"  # what verl hands to `ray.init`
@@ -59,12 +60,18 @@ def apply(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]
     from omegaconf import OmegaConf, open_dict
 
     check_verl()
-    refuse_old_keys(capabilities.Reader(config))
-    options = capabilities.check(stack, settings, config)
+    problems: list[str] = []
+    with told(problems):
+        refuse(capabilities.Reader(config))
+    options: dict[str, Any] = {}
+    with told(problems):
+        options = capabilities.check(stack, settings, config)
+    if problems:
+        raise ConfigError("\n".join(problems))
     with open_dict(config):
         teacher = {} if stack.teacher is None else {f"{ENVIRONMENT}.{TEACHER_VARIABLE}": stack.teacher}
-        told = {f"{ENVIRONMENT}.{METHODS_VARIABLE}": ",".join(m.name for m in stack.methods), **teacher}
-        for name, value in {**options, **told}.items():
+        named = {f"{ENVIRONMENT}.{METHODS_VARIABLE}": ",".join(m.name for m in stack.methods), **teacher}
+        for name, value in {**options, **named}.items():
             OmegaConf.update(config, name, value, force_add=True)
     return options
 
@@ -81,6 +88,26 @@ def serves_methods(trainer: Any) -> bool:
     return hasattr(trainer, "methods_mode")
 
 
+def _trainers() -> Mapping[str, type]:
+    """What verl and plugins registered."""
+    from verl.trainer.ppo.v1 import trainer_base
+
+    return trainer_base.TRAINER_REGISTRY  # type: ignore[no-any-return]
+
+
+def unknown_mode(config: Any) -> str:
+    """What to say of a trainer mode that nobody registered; empty for all others."""
+    from omegaconf import OmegaConf
+
+    mode, known = OmegaConf.select(config, "trainer.v1.trainer_mode"), {*MODES, *MODES.values()}
+    if mode in known or mode in (known := known | set(_trainers())):
+        return ""
+    return (
+        f"trainer.v1.trainer_mode={shown(mode)} is no trainer mode. It must be one of {', '.join(MODES)} with methods, "
+        f"or {', '.join(sorted(known - set(MODES)))} without.{did_you_mean(str(mode), known)}"
+    )
+
+
 def check_mode(settings: Settings | None, config: Any, trainer: type | None) -> None:
     """Raises ConfigError for methods or weights of rewards that the trainer of this run would ignore, and for our
     trainer without a list of methods."""
@@ -92,9 +119,7 @@ def check_mode(settings: Settings | None, config: Any, trainer: type | None) -> 
     if trainer is not None:
         ours = serves_methods(trainer)
     elif settings is not None and not ours and v1 is not False and mode not in MODES.values():
-        from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-
-        ours = serves_methods(TRAINER_REGISTRY.get(mode))  # a trainer derived from ours
+        ours = serves_methods(_trainers().get(mode))  # a trainer derived from ours
     if settings is None:
         if ours:
             base = MODES.get(mode) or getattr(trainer, "methods_mode", mode)
@@ -105,6 +130,8 @@ def check_mode(settings: Settings | None, config: Any, trainer: type | None) -> 
         return
     weights = OmegaConf.select(config, "rl_plugins.rewards")
     if (settings.methods or weights or settings.trace) and not ours:
+        if trainer is None and v1 is not False and (unknown := unknown_mode(config)):
+            raise ConfigError(unknown)
         suggestion = next((name for name, base in MODES.items() if base == mode), "rl_plugins_sync")
         given = f"rl_plugins.methods=[{','.join(settings.methods)}]" if settings.methods else "rl_plugins.rewards"
         given = given if settings.methods or weights else "rl_plugins.trace"

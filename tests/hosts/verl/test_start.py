@@ -34,6 +34,8 @@ FINE = [
     "actor_rollout_ref.actor.strategy=fsdp2",
     "trainer.v1.trainer_mode=rl_plugins_sync",
     "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.nnodes=1",  # read in separate_async alone
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
 ]
 
 
