@@ -464,6 +464,16 @@ def test_whether_a_run_evaluates(tmp_path, config, options, evaluates):
     assert ("Set eval_strategy and a test split" in dry(tmp_path, config, "vade", *options)) == (not evaluates)
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [(["vade"], ""), (["overlong", "vade"], "overlong."), (["overlong", "--vs", "overlong+vade"], "")],
+)
+def test_variants_whose_rewards_are_others_are_named(tmp_path, words, named):
+    """Where all variants change rewards, or none, there is nothing to say."""
+    text = dry(tmp_path, "eval_strategy: steps\n", *words)
+    assert (f"change rewards: {named} " in text) if named else ("change rewards" not in text)
+
+
 def test_an_variant_without_a_method_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"The variant '\+' names no method"):
         plan(tmp_path, ["+"])

@@ -36,7 +36,12 @@ def compare(
     seeds: Annotated[str, typer.Option(help="Number of seeds (3), or the seeds (4,7,11).")] = "3",
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("compare-results"),
     jobs: Jobs = None,
-    metric: Annotated[list[str] | None, typer.Option(help="Logged value to compare; may be repeated.")] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Logged value to compare; may be repeated. The report shows only these, and replaces the last."
+        ),
+    ] = None,
     launcher: Annotated[str, typer.Option(help='Launcher of TRL, e.g. "accelerate launch --num_processes 4".')] = "",
     method_params: MethodParams = None,
     budget: Budget = CostUnit.steps,

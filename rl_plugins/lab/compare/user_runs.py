@@ -144,6 +144,14 @@ def _notes(variants: Sequence[Variant], sets: str, held_out: bool, option: str) 
             f"A method here chooses prompts or rollouts, so rewards in training are those of its choice. Set {option} "
             f"to compare on held-out prompts."
         )
+    changing = {a.label: "rewards" in _hooks(a.methods) for a in variants}
+    if len(set(changing.values())) > 1:
+        named = ", ".join(label for label, changes in changing.items() if changes)
+        notes.append(
+            f"Methods of these variants change rewards: {named}. Their reward in training is the changed one: it cannot "
+            f"be compared with that of the others. Compare the reward on held-out prompts, or a reward function of "
+            f"weight 0 (--metric)."
+        )
     return notes
 
 
