@@ -148,9 +148,9 @@ def _notes(variants: Sequence[Variant], sets: str, held_out: bool, option: str) 
     if len(set(changing.values())) > 1:
         named = ", ".join(label for label, changes in changing.items() if changes)
         notes.append(
-            f"Methods of these variants change rewards: {named}. Their reward in training is the changed one: it cannot "
-            f"be compared with that of the others. Compare the reward on held-out prompts, or a reward function of "
-            f"weight 0 (--metric)."
+            f"Methods of these variants change rewards: {named}. Their reward in training is the changed one, which "
+            f"cannot be compared with that of the others. Compare the reward on held-out prompts, or a reward function "
+            f"of weight 0 (--metric)."
         )
     return notes
 
