@@ -469,8 +469,12 @@ def test_a_new_package_with_any_hook_keeps_the_contract_and_passes_its_tests(hoo
 
 def test_a_new_package_with_all_hooks_passes_its_tests_and_installs(tmp_path):
     hooks = [argument for hook in HOOKS for argument in ("--hook", hook)]
-    rl_plugins("new", "my_method", *hooks, "--into", str(tmp_path))
+    printed = rl_plugins("new", "my_method", *hooks, "--into", str(tmp_path))
     folder = tmp_path / "rl-plugins-my-method"
+    told = (folder / "README.md").read_text()
+    steps = [line.split("#")[0].strip() for line in printed.splitlines() if line.startswith("  ")]
+    assert steps[1:] == ["pip install -e . pytest", "rl-plugins check my_method", "pytest"]
+    assert all(f"    {step}\n" in told for step in steps[1:]) and "http" not in told
     tests = process("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=folder)
     assert tests.returncode == 0 and f"{len(HOOKS) + 1} passed" in tests.stdout, tests.stdout
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
@@ -480,6 +484,8 @@ def test_a_new_package_with_all_hooks_passes_its_tests_and_installs(tmp_path):
     assert lint.returncode == 0, lint.stdout
     listed = process("-m", "rl_plugins.commands.cli", "info", "my_method", path=tmp_path / "site")
     assert listed.returncode == 0 and "negative_weight = 0.5   (float, >= 0)" in listed.stdout, listed.stderr
+    checked = process("-m", "rl_plugins.commands.cli", "check", "my_method", path=tmp_path / "site")
+    assert checked.returncode == 0 and "keeps the contract" in checked.stdout, checked.stdout
 
 
 def test_the_code_of_a_new_package_fails_its_tests_when_it_is_broken(tmp_path, monkeypatch):

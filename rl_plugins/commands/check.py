@@ -43,7 +43,11 @@ def check(
             for name, tried in idle_parameters(cls, **given).items():
                 if tried:  # texts and functions cannot be guessed
                     values = shortened(", ".join(shown(value, 40) for value in tried), 120)
-                    print(f"  note         parameter `{name}` changed nothing on generated inputs; tried: {values}")
+                    usual = shown(given.get(name, cls.Params.__dataclass_fields__[name].default), 40)
+                    print(
+                        f"  note         parameter `{name}` changed nothing on generated inputs. Tried in the place of "
+                        f"{usual}: {values}. If your formula reads it, test it on inputs of your own"
+                    )
         except AssertionError as e:
             print(e)
             failed = True

@@ -21,7 +21,7 @@ def new(
     into: Annotated[Path, typer.Option(help="Folder in which the package is made.")] = Path("."),
 ) -> None:
     """Start a package with a method of your own."""
-    from rl_plugins.commands.new.text import class_name, files
+    from rl_plugins.commands.new.text import files
     from rl_plugins.core.method import HOOKS
 
     hooks = hook or ["advantages"]
@@ -44,9 +44,9 @@ def new(
             f"The package cannot be made in {shown(str(into))}: {e.strerror or e}. Give --into a folder that can be "
             f"written."
         ) from None
-    print(f"Made {folder} with a method that works. Next:\n  cd {folder}")
-    print(f"  rl-plugins check rl_plugins_{name}:{class_name(name)}\n  pytest")
-    print(f"  pip install -e .   # then: methods: [{name}]")
+    print(f"Made {folder} with a method that works. Next:\n  cd {folder}\n  pip install -e . pytest")
+    print(f"  rl-plugins check {name}   # after every change\n  pytest")
+    print(f"Then name it in a run, methods: [{name}]. The README in the folder says what to write where.")
 
 
 def _check_name(name: str, hooks: Sequence[str]) -> None:

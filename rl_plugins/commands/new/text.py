@@ -116,10 +116,11 @@ pythonpath = ["src"]
 _README = """\
 # {dashed}
 
-The method `{name}` for [rl-plugins](https://pypi.org/project/rl-plugins/). It changes: {hooks}.
+The method `{name}` for rl-plugins. It changes: {hooks}. In an environment that has rl-plugins:
 
-    pip install -e .
-    rl-plugins info {name}
+    pip install -e . pytest
+    rl-plugins check {name}
+    pytest
     rl-plugins trl grpo --config run.yaml --methods {name}
 
 What to do with this start:
@@ -127,8 +128,12 @@ What to do with this start:
 1. In `src/{module}/__init__.py`, put your update rule into the docstring and your formula into the hook. Take out the
    hooks that you do not need.
 2. In `src/{module}/{name}.toml`, tell users when the method helps, and what it costs.
-3. Run `rl-plugins check {module}:{cls}` after every change: it tells what breaks the contract.
+3. Run `rl-plugins check {name}` after every change: it tells what breaks the contract. Before the package is installed,
+   `rl-plugins check {module}:{cls}` does the same.
 4. In `tests/`, compare with numbers that you know: a plain loop, a paper's table, the authors' code.
+
+The guides of rl-plugins (docs/guides in its repository) have an example of each hook. docs/reference.md has the
+signatures: hooks, fields of `Rollouts`, statistics of groups, functions for tests.
 """
 
 _CARD = """\
