@@ -27,6 +27,7 @@ from rl_plugins.cards.usage import hydra, usage_of
 from rl_plugins.commands.cli import app
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import HOOKS, Bundle
+from rl_plugins.lab.demo import verl_data
 from rl_plugins.runtime import registry, report
 from rl_plugins.runtime.card_file import card_file
 from rl_plugins.runtime.stack import build_stack
@@ -683,25 +684,50 @@ def test_help_of_an_example(script, tmp_path):
 
 
 def test_the_example_for_a_laptop_says_what_it_sets(tmp_path):
-    done = run_example("laptop.sh", "--help", cwd=tmp_path)
-    told = done.stdout
-    done = run_example("laptop.sh", "vade", "dars", "minpro", "--dry-run", "--", "data.seed=2", cwd=tmp_path)
+    """What the user sets otherwise is not among it, and what he gives without a plus replaces a key with one."""
+    told = run_example("laptop.sh", "--help", cwd=tmp_path).stdout
+    own = ("data.seed=2", "rl_plugins.method_params.dars.n_first=2", "actor_rollout_ref.actor.ppo_epochs=3")
+    done = run_example("laptop.sh", "vade", "dars", "minpro", "--dry-run", "--", *own, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.endswith("No problem found.\n"), done.stdout + done.stderr
-    assert re.search(r"^  dars .*n_first=3", done.stdout, re.M)
-    overrides = (tmp_path / "verl-laptop" / "overrides.txt").read_text().splitlines()
-    chosen = re.findall(r"^  (\S+=.*?) *$", done.stderr, re.M)
-    assert chosen and set(chosen) <= set(overrides)
-    names = {line.partition("=")[0].removeprefix("+") for line in chosen}
-    assert {"trainer.resume_mode", "rl_plugins.method_params.dars.n_first"} <= names
-    assert {"rl_plugins.rewards.exact", "actor_rollout_ref.actor.ppo_epochs"} <= names
-    for word in (
-        "resume_mode=disable",
-        "rl_plugins.rewards",
-        "dars.n_first=3",
-        "ppo_epochs=2",
-        "binary",
-    ):
-        assert word in told, word
+    assert re.search(r"^  dars .*n_first=2", done.stdout, re.M)
+    assert section(done.stdout, "The run")["optimizer steps"].startswith("3 per batch")
+    assert list(tmp_path.iterdir()) == [tmp_path / "site"]  # of the fixture
+    lines = verl_data.overrides(tmp_path, tmp_path, tmp_path, methods=["vade", "dars", "minpro"])
+    chosen = set(re.findall(r"^  (\S+=.*?) *$", done.stderr, re.M))
+    of_demo = {line for found in verl_data.choices(lines).values() for line in found}
+    assert of_demo - chosen == {"+rl_plugins.method_params.dars.n_first=3", "actor_rollout_ref.actor.ppo_epochs=2"}
+    assert chosen < of_demo
+    for line in of_demo:
+        assert re.split(r"[.=]", line)[-2] in told, line
+
+
+@pytest.mark.parametrize("words", [["vadee"], ["vadee", "--dry-run"]])
+def test_a_laptop_with_a_method_that_does_not_exist_is_told_so_in_a_line(words, tmp_path):
+    done = run_example("laptop.sh", *words, cwd=tmp_path)
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
+    assert "`vadee`" in done.stderr and "`vade`" in done.stderr
+
+
+def test_the_separate_devices_of_the_page_take_effect_on_a_laptop(tmp_path, monkeypatch):
+    """The command of docs/verl_cpu.md as it is printed: `tests/hosts/verl/test_cpu.py` has such a run."""
+    page = (ROOT / "docs" / "verl_cpu.md").read_text()
+    (command,) = re.findall(r"bash examples/verl/laptop.sh (.*separate_async \\\n(?:.*\\\n)*.*)", page)
+    words = shlex.split(command.replace("\\\n", " "))
+    end = words.index("--")
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    demo = verl_data.overrides(tmp_path, tmp_path, tmp_path, methods=words[:end])
+    found = section(examine(*verl_data.replaced(demo, words[end + 1 :])), "The run")
+    assert found["trainer"].startswith("rl_plugins_separate_async") and "rollouts on 1 x 1" in found["devices"]
+
+
+def test_a_refused_run_of_verl_ends_in_a_line(tmp_path):
+    """The command itself, before Ray starts: nothing of hydra's traceback."""
+    words = [*RUN, "rl_plugins.methods=[vadee]", f"hydra.run.dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *words], capture_output=True, text=True, timeout=NEVER
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("rl-plugins: ") and "`vadee`" in done.stderr
 
 
 @pytest.mark.host

@@ -5,11 +5,11 @@
 #   bash examples/verl/laptop.sh vade minpro        the same run with methods of rl-plugins
 #   bash examples/verl/laptop.sh vade --dry-run     what would take effect; starts nothing
 #
-# Environment: OUT (folder for results, default verl-laptop), STEPS (default 40), PYTHON (default python).
+# Environment: OUT (folder for results, default verl-laptop), STEPS (default 40), PYTHON (default python). Take 3 STEPS or
+# more: the warm-up of the learning rate begins at 0, so the first optimizer step changes nothing.
 # What follows `--` goes to verl as it is: bash examples/verl/laptop.sh vade -- data.seed=2
 #
-# Set for you, printed at the start, and replaced by an override of yours after `--` (a key that begins with + there needs
-# ++ to be replaced: ++rl_plugins.method_params.dars.n_first=2):
+# Set for you, printed at the start, and replaced by an override of yours after `--`:
 #   trainer.resume_mode=disable                 every run begins at step 0, also when OUT holds checkpoints
 #   +rl_plugins.rewards.exact, .digits, .careful  with methods: the parts of the score that they see, and their weights
 #   +reward.custom_reward_function.reward_kwargs.binary  with methods: the score is graded, or right or wrong
@@ -30,6 +30,10 @@ while [ $# -gt 0 ]; do
 done
 out=${OUT:-verl-laptop}
 python=${PYTHON:-python}
+if [ "$dry" = 1 ]; then
+  out=$(mktemp -d)
+  trap 'rm -rf "$out"' EXIT
+fi
 mkdir -p "$out" && out=$(cd "$out" && pwd)
 
 # The one switch: rl-plugins registers a CPU platform and the rollout backend `hf_cpu` in every process of verl.
@@ -43,16 +47,18 @@ export RAY_memory_monitor_refresh_ms=0
 export HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 VERL_FILE_LOGGER_PATH="$out/metrics.jsonl"
 
 # Trains the policy on demonstrations (once, 20 seconds), writes the data, and prints the settings of the run.
-"$python" -m rl_plugins.lab.demo.verl_data "$out" ${methods[@]+"${methods[@]}"} --steps "${STEPS:-40}" > "$out/overrides.txt"
+"$python" -m rl_plugins.lab.demo.verl_data "$out" ${methods[@]+"${methods[@]}"} --steps "${STEPS:-40}" -- "$@" \
+  > "$out/overrides.txt"
 overrides=()
 while IFS= read -r line; do overrides+=("$line"); done < "$out/overrides.txt"
 
 if [ "$dry" = 1 ]; then
-  exec "$python" -m rl_plugins.commands.cli doctor --host verl -- "${overrides[@]}" "$@"
+  "$python" -m rl_plugins.commands.cli doctor --host verl -- "${overrides[@]}"
+  exit
 fi
 
 # verl itself. Start-up takes most of a minute: seven processes import it.
-"$python" -m verl.trainer.main_ppo "${overrides[@]}" "$@"
+"$python" -m verl.trainer.main_ppo "${overrides[@]}"
 
 echo "Metrics: $out/metrics.jsonl. Held-out prompts answered exactly right, per evaluation:"
 "$python" - "$out/metrics.jsonl" << 'PYTHON'

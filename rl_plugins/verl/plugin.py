@@ -76,9 +76,17 @@ def _guard_config(module: ModuleType) -> None:
     """`validate_config` is what every entry point of verl calls before it starts Ray."""
 
     def check(config: Any, *args: Any, **kwargs: Any) -> None:
+        from hydra.core.hydra_config import HydraConfig
+
+        from rl_plugins.core.errors import RLPluginsError
         from rl_plugins.verl import start
 
-        start.prepare(config)
+        try:
+            start.prepare(config)
+        except RLPluginsError as e:
+            if not HydraConfig.initialized():
+                raise
+            sys.exit(f"rl-plugins: {e}")  # of a command: hydra would print a traceback above it
 
     _before(module, "validate_config", check)
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rl_plugins.cards.catalog import example_of
+from rl_plugins.core.errors import RLPluginsError, missing_package
 from rl_plugins.core.files import claim, whole
 from rl_plugins.lab.compare.verl import quoted
 from rl_plugins.lab.demo import rewards
@@ -246,9 +247,17 @@ def choices(lines: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def main() -> None:
-    from rl_plugins.lab.demo.policy import load_policy
+def replaced(lines: Sequence[str], own: Sequence[str]) -> list[str]:
+    """Overrides of the demo, those of the user's in their places: a key that both give has the user's value."""
+    keys = {line.partition("=")[0].lstrip("+"): line for line in lines}
+    given = [word for word in own if not word.startswith("~") and word.partition("=")[0].lstrip("+") in keys]
+    gone = {word.partition("=")[0].lstrip("+") for word in given}
+    kept = [line for key, line in keys.items() if key not in gone]
+    # hydra takes `++` for a key that its config has and for one that it does not have
+    return kept + [f"++{word.lstrip('+')}" if word in given else word for word in own]
 
+
+def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m rl_plugins.lab.demo.verl_data",
         description="Write the demo's data and print the overrides of a run of verl on a CPU, one per line.",
@@ -256,14 +265,33 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="folder for data and results")
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="methods to train with")
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps (default: %(default)s)")
-    arguments = parser.parse_args()
-    claim(arguments.folder / "data", "demo")
-    data = write(arguments.folder / "data")
-    lines = overrides(data, load_policy(), arguments.folder, methods=arguments.methods, steps=arguments.steps)
-    print("\n".join(lines))
+    parser.epilog = "Overrides of yours may follow `--`; they replace those of the demo."
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    arguments = parser.parse_args(words[:end])
+    try:
+        lines = _prepared(arguments.folder, arguments.methods, arguments.steps)
+    except RLPluginsError as e:
+        sys.exit(f"rl-plugins: {e}")
+    except ImportError as e:
+        if told := missing_package(e):
+            sys.exit(f"rl-plugins: {told}")
+        raise
+    all_lines = replaced(lines, words[end + 1 :])
+    print("\n".join(all_lines))
     print("Set for you by the demo; an override of your own after `--` replaces it:", file=sys.stderr)
-    for reason, found in choices(lines).items():
+    for reason, found in choices(line for line in lines if line in all_lines).items():
         print("\n".join(f"  {line}" for line in found), f"\n      {reason}", file=sys.stderr)
+
+
+def _prepared(folder: Path, methods: Sequence[str], steps: int) -> list[str]:
+    """Writes the data and returns the overrides of the demo. A name that is no method writes nothing."""
+    from rl_plugins.lab.demo.policy import load_policy
+
+    lines = overrides(folder / "data", load_policy(), folder, methods=methods, steps=steps)
+    claim(folder / "data", "demo")
+    write(folder / "data")
+    return lines
 
 
 if __name__ == "__main__":
