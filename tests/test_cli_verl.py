@@ -33,7 +33,7 @@ from rl_plugins.runtime.card_file import card_file
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.verl import capabilities, compat, doctor, host_config, start
 from rl_plugins.verl.capabilities import Reader
-from rl_plugins.verl.config import Settings, compose, read_settings
+from rl_plugins.verl.config import MODES, Settings, compose, read_settings
 from rl_plugins.verl.offline import run_of_words
 
 ROOT = Path(__file__).parents[1]
@@ -564,15 +564,16 @@ def test_several_nodes_are_told_to_be_equal():
 
 
 def test_hosts_are_those_whose_check_a_method_can_pass():
-    """A run with everything a method may want: it passes where `list` names verl, and in an asynchronous mode where
-    `info` names those."""
-    mode = "trainer.v1.trainer_mode=rl_plugins_colocate_async"
-    run = [line for line in RUN[:9] if not line.startswith("actor_rollout_ref.rollout.n=")]
+    """A run with everything a method may want: it passes where `list` names verl, in the modes that `info` names."""
+    run = [line for line in RUN[:9] if not line.startswith(("actor_rollout_ref.rollout.n=", "trainer.v1."))]
     run += ["data.max_response_length=1024", "actor_rollout_ref.actor.ppo_epochs=2"]
     run += ["actor_rollout_ref.rollout.name=hf_cpu", "actor_rollout_ref.rollout.n=8"]
-    penalty = {kl: f"actor_rollout_ref.actor.use_kl_loss={kl}" for kl in (True, False)}  # its model may be a teacher's
-    configs = {kl: (compose([*run, p]), compose([*run, p, mode])) for kl, p in penalty.items()}
-    queued = compose([*RUN[:9], mode])
+    configs = {  # whether there is a reference policy: its model may be a teacher's
+        (mode, kl): compose([*run, f"trainer.v1.trainer_mode={mode}", f"actor_rollout_ref.actor.use_kl_loss={kl}"])
+        for mode in MODES
+        for kl in (True, False)
+    }
+    queued = compose([*RUN[:9], "trainer.v1.trainer_mode=rl_plugins_colocate_async"])
     for name in registry.all_names():
         found = registry.load(name)
         if isinstance(found, Bundle) or "verl" not in catalog.hosts_of(found):
@@ -580,14 +581,17 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
         beside = ("turn_control",) if {"turn_limits", "redundancy"} & catalog.example_of(found).needs else ()
         params = {n: dict(card_file(n).example_params) for n in (*beside, name)}
         settings = Settings((*beside, name), params, rewards={"correctness": 1.0, "format": 0.5})
-        config, ahead = configs[settings.stack().teacher is None]
-        capabilities.check(settings.stack(), settings, queued if "admit" in found.claims() else config)
-        try:
-            capabilities.check(settings.stack(), settings, ahead)
-            why = ""
-        except ConfigError as e:
-            why = str(e)
-        assert (not why) == ("verl's asynchronous modes" in catalog.modes_of(found)), (name, why)
+        served, why = [], []
+        for mode in MODES:
+            config = configs[mode, settings.stack().teacher is None]
+            try:
+                capabilities.check(settings.stack(), settings, queued if "admit" in found.claims() else config)
+                capabilities.check(settings.stack(), settings, config)
+                served.append(mode)
+            except ConfigError as e:
+                why.append(str(e))
+        assert served == catalog.verl_modes_of(found) and served, (name, why)
+        assert f"of verl: {', '.join(served)}." in info(found)
     offered = capabilities.verl_capabilities(build_stack([]), Settings(()), queued)
     assert set(catalog.HOSTS["verl"].hooks) == set(HOOKS) - set(offered.missing_hooks)
     assert set(catalog.HOSTS["verl"].missing) <= set(offered.missing_signals)

@@ -337,6 +337,17 @@ def modes_of(cls: type[Method]) -> list[str]:
     ]
 
 
+def verl_modes_of(cls: type[Method]) -> list[str]:
+    """The values of verl's `trainer.v1.trainer_mode` that can serve this class with its default parameters."""
+    from rl_plugins.verl.config import MODES as names
+
+    if "verl" not in hosts_of(cls):
+        return []
+    ahead = "verl's asynchronous modes" in modes_of(cls)
+    queued = "admit" in cls.claims()  # verl's own buffer, which only the asynchronous modes have
+    return [name for name, follows in names.items() if (not queued if follows == "sync" else ahead)]
+
+
 def example_of(cls: type[Method]) -> Method:
     """An instance with the parameters that must be given, everything else at its default."""
     return registry.build(cls, dict(card_file(cls).example_params), cls.name)

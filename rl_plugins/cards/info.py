@@ -20,6 +20,7 @@ from rl_plugins.cards.catalog import (
     modes_of,
     needs_of,
     preset_text,
+    verl_modes_of,
 )
 from rl_plugins.cards.claims import claim_lines, claims
 from rl_plugins.cards.problems import ANSWERS, HOSTS, PROBLEMS, Answer
@@ -236,8 +237,11 @@ def meaning(row: Mapping[str, str]) -> str:
 def _changes(cls: type[Method]) -> Iterable[str]:
     yield f"{', '.join(cls.claims()) or 'nothing'} (hosts: {', '.join(hosts_of(cls)) or 'none yet'})"
     made = example_of(cls)
-    if {"trl", "verl"} & set(hosts_of(cls)):
-        yield f"Asynchronous training: {' and '.join(modes_of(cls)) or 'served by neither host'}."
+    if "trl" in hosts_of(cls):
+        served = "TRL's asynchronous trainer" in modes_of(cls)
+        yield f"TRL's asynchronous trainer: {'served' if served else 'not served'}."
+    if "verl" in hosts_of(cls):
+        yield f"trainer.v1.trainer_mode of verl: {', '.join(verl_modes_of(cls))}."
     if made.rounds:
         yield "Generates in rounds: later rollouts depend on the rewards of earlier ones."
     if cls.in_eval:
