@@ -37,7 +37,7 @@ CODE, PAGES = ROOT / "examples" / "guides", sorted((ROOT / "docs" / "guides").gl
 def in_the_folder(monkeypatch):
     monkeypatch.syspath_prepend(str(CODE))
     yield
-    for name in ("rewards", "environment", "environments", "methods", "rollout", "sampler", "service"):
+    for name in {file.stem for file in CODE.glob("*.py")}:
         sys.modules.pop(name, None)
 
 
@@ -78,6 +78,7 @@ def test_code_of_a_page(tmp_path):
 
 CLASSES = {
     **{f"methods:{name}": {} for name in re.findall(r"^class (\w+)\(Method", (CODE / "methods.py").read_text(), re.M)},
+    "method_test:Rambling": {},
     "rollout:SecondThought": {},
     "sampler:Halfway": {},
     "service:Judged": {"judge": lambda text: 5},
@@ -113,6 +114,14 @@ def test_what_the_methods_of_the_hooks_do():
     engine = TableEngine({">": {"y": 0.5, "n": 0.5}}, reward=lambda text, columns: float(text == "y"))
     made = run_program(m.Retry(), make_prompt(engine.chat, "q", n=64), engine)
     assert 40 <= sum(engine.chat.decode(row.tokens) == "y" for (row,) in made) <= 56
+
+
+def test_the_test_of_the_guide_passes_and_sees_a_reward_that_was_lost():
+    module = load("method_test")
+    module.test_rambling()
+    module.Rambling.rewards = lambda self, rollouts: rollouts.reward.nan_to_num(nan=0.0)
+    with pytest.raises(AssertionError):
+        module.test_rambling()
 
 
 # ---- rewards and environment, in TRL's own trainer
