@@ -25,6 +25,8 @@ from rl_plugins.methods.aepo_rollout import AepoRollout
 from rl_plugins.methods.branch_text_rollout import BranchTextRollout
 from rl_plugins.methods.brorl import BroRL
 from rl_plugins.methods.d3s import D3s
+from rl_plugins.methods.difficulty_slices import DifficultySlices
+from rl_plugins.methods.drive import Drive
 from rl_plugins.methods.echo_labels import EchoLabels
 from rl_plugins.methods.echo_tree import EchoTree
 from rl_plugins.methods.fapo.method import Fapo
@@ -143,6 +145,20 @@ def test_a_sampler_says_what_it_knows_of_prompts(tmp_path: Path) -> None:
             assert values["mean"] == pytest.approx(float(alpha[i] / (alpha[i] + beta[i])))
             assert note["hook"] == "select_prompts" and note["method"] == "vade" and note["group"] is None
             assert 0 < values["drawn"] < 1 and values["std"] > 0
+
+
+@pytest.mark.parametrize("sampler", [Drive, DifficultySlices])
+def test_samplers_of_a_set_say_which_one(tmp_path: Path, sampler: type[Method]) -> None:
+    """Every prompt that they choose has a note with the size of the set."""
+    stack = MethodStack([sampler(), *trace_of(True, "trace", str(tmp_path))])
+    stack.start(make_run(chat=Letters(), total_batches=1))
+    plan = first_plan(stack, [0, 1, 2, 3], 4, 16, 16, None)
+    rollouts = make_rollouts([1.0, 0.0] * 8, prompt_index=[row.prompt_index for row in plan.rows for _ in range(4)])
+    rollouts = rollouts.replace(token_ids=make_token_ids(rollouts))
+    decide(stack, rollouts, make_tokens(rollouts), None, grpo_advantages, 10**6)
+    (batch,) = read(tmp_path, "batches")
+    assert sorted(n["prompt_index"] for n in batch["prompts"]) == sorted(batch["selected"]) and batch["selected"]
+    assert all(by_name(n["values"])["size"] > 0 and n["method"] == sampler.name for n in batch["prompts"])
 
 
 def test_a_planner_says_why_a_prompt_gets_more(tmp_path: Path) -> None:

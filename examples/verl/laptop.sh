@@ -16,6 +16,9 @@
 #   +rl_plugins.method_params...                parameters of some methods, such as dars.n_first=3
 #   actor_rollout_ref.actor.ppo_epochs=2        with methods that correct for off-policy updates
 # OUT/overrides.txt has all overrides, also those that a CPU needs (docs/verl_cpu.md).
+#
+# To resume: save with `-- trainer.save_freq=10`, then start again with `-- trainer.save_freq=10 trainer.resume_mode=auto`.
+# OUT/metrics.jsonl is of the last start; those of the starts before are kept as metrics-1.jsonl, metrics-2.jsonl.
 set -euo pipefail
 
 methods=()
@@ -55,6 +58,13 @@ while IFS= read -r line; do overrides+=("$line"); done < "$out/overrides.txt"
 if [ "$dry" = 1 ]; then
   "$python" -m rl_plugins.commands.cli doctor --host verl -- "${overrides[@]}"
   exit
+fi
+
+# verl's file logger begins its file again at every start, also at a resume.
+if [ -e "$out/metrics.jsonl" ]; then
+  n=1
+  while [ -e "$out/metrics-$n.jsonl" ]; do n=$((n + 1)); done
+  mv "$out/metrics.jsonl" "$out/metrics-$n.jsonl"
 fi
 
 # verl itself. Start-up takes most of a minute: seven processes import it.

@@ -112,6 +112,7 @@ class DifficultySlices(Method):
         own_free, others_free = self._free(taken, pool.batch)
         if not len(self._members[OTHERS]):
             if len(pool.proposal) == n and not len(taken):
+                self.note(pool.proposal, "all {size:.0f} prompts, the host's order", size=self._size)
                 return pool.proposal
             own = n
         else:
@@ -119,7 +120,10 @@ class DifficultySlices(Method):
             own = min(max(own, n - others_free), own_free)
             self.log("own", own / n, weight=n)
             self.log("size", len(self._members[OWN]))
-        chosen = np.concatenate([self._next(OWN, own, taken), self._next(OTHERS, n - own, taken)])
+        sides = {side: self._next(side, k, taken) for side, k in ((OWN, own), (OTHERS, n - own))}
+        for side, rows in sides.items():
+            self.note(rows.tolist(), f"slice: {side}, {{size:.0f}} prompts", size=len(self._members[side]))
+        chosen = np.concatenate([*sides.values()])
         mixed: list[int] = self.rng("mix").permutation(chosen).tolist()  # an optimizer step has prompts of both sides
         return mixed
 

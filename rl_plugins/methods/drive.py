@@ -129,12 +129,15 @@ class Drive(Method):
         self._enter(pool.batch)
         taken = set(pool.taken)
         own = bool(self.params.rollouts)  # with other numbers than the host's, not every prompt it proposes is trained
+        why = "phase {phase:.0f}, set of {size:.0f} prompts"
         if self._whole and not own and len(pool.proposal) == n and not taken:
+            self.note(pool.proposal, f"{why}, the host's order", phase=self.state["phase"], size=self._size)
             return pool.proposal
         free = self._available(taken)
         chosen = self._next(min(n, free), taken)
         left = taken | set(chosen)
         rest = (i for i in range(pool.size) if i not in left)
+        self.note(chosen, why, phase=self.state["phase"], size=len(self._set))
         chosen += [i for i, _ in zip(rest, range(n - len(chosen)), strict=False)]
         return chosen
 

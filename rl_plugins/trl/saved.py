@@ -44,7 +44,7 @@ def resume_from(trainer: Any, wanted: Any) -> str | None:
         A folder; None where there is none: TRL refuses that.
 
     Raises:
-        StateError: a checkpoint that is named is unfinished, or all are.
+        StateError: a checkpoint that is named is not there or is unfinished, or all are.
     """
     output_dir, ranks = trainer.args.output_dir, trainer.accelerator.num_processes
     if not trainer.methods:
@@ -59,12 +59,19 @@ def resume_from(trainer: Any, wanted: Any) -> str | None:
             whole = folder
             break
         problems[folder.name] = problem
-    newest = f"The newest whole checkpoint is {whole}." if whole else f"{output_dir} has no whole checkpoint."
+    again = "start again without resume_from_checkpoint"
+    way = (
+        f"Resume from {whole}, the newest whole one, or {again}."
+        if whole
+        else f"{output_dir} has no whole one: {again}."
+    )
     if wanted is not True:
         named = os.fspath(wanted)
+        if not os.path.isdir(named):
+            raise StateError(f"There is no checkpoint {named}. {way} Nothing was trained.")
         problem = unfinished(Path(named), ranks)
         if problem:
-            raise StateError(f"The checkpoint {named} is unfinished: {problem}. {newest} Nothing was trained.")
+            raise StateError(f"The checkpoint {named} is unfinished: {problem}. {way} Nothing was trained.")
         return named
     if not found:
         return None
@@ -72,7 +79,7 @@ def resume_from(trainer: Any, wanted: Any) -> str | None:
     if whole is None:
         raise StateError(
             f"No checkpoint in {output_dir} is whole, so nothing can be resumed ({said}). The run was stopped while it "
-            f"saved. Start it again without resume_from_checkpoint. Nothing was trained or overwritten."
+            f"saved. To begin anew, {again}. Nothing was trained or overwritten."
         )
     if problems:
         logger.warning("Resuming from %s. Skipped, because a save was cut off: %s.", whole, said)

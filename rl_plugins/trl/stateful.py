@@ -25,6 +25,8 @@ class StatefulMixin(_Host):
     _methods_callback: Any
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.lower() in ("true", "false"):
+            resume_from_checkpoint = resume_from_checkpoint.lower() == "true"  # as a command line gives it
         if resume_from_checkpoint:
             found = on_driver(self.accelerator, lambda: resume_from(self, resume_from_checkpoint))
             if found is not None:

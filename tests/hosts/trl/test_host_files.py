@@ -184,7 +184,8 @@ def test_methods_may_be_removed_and_the_waiting_groups_are_told(tmp_path, caplog
         t = run(tmp_path, [], 4, resume=True, max_completion_length=12)
     assert t.state.global_step == 4
     (line,) = told(caplog)
-    assert line.endswith(f"[april]; this run has methods: []. Dropped: {waiting} waiting groups of `april`.")
+    tail = f"[april]; this run has methods: []. Loaded: nothing. Dropped: {waiting} waiting groups of `april`."
+    assert line.endswith(f"{tail} Starting fresh: nothing.")
 
 
 def test_methods_of_a_run_without_are_added(tmp_path, caplog):

@@ -15,6 +15,7 @@ from messages import raises
 from transformers import TrainerCallback
 from waiting import NEVER
 
+from rl_plugins import __version__
 from rl_plugins.core.errors import StateError
 from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.runtime.state import load_state, save_state
@@ -152,7 +153,7 @@ def refuse(folder, match, methods=("counter",), **options):
 def test_corrupt_state_is_refused(run_folder):
     file = run_folder / "out/checkpoint-3/rl_plugins/state.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    refuse(run_folder, "cannot be read: .*older checkpoint")
+    refuse(run_folder, "cannot be read: .*another checkpoint")
 
 
 def test_truncated_state_is_refused(run_folder):
@@ -161,12 +162,27 @@ def test_truncated_state_is_refused(run_folder):
     refuse(run_folder, "cannot be read: ")
 
 
+def test_state_of_an_older_format_is_refused_with_both_ways_on(run_folder):
+    file = run_folder / "out/checkpoint-3/rl_plugins/state.json"
+    file.write_text(file.read_text().replace('"format": 3', '"format": 2', 1))
+    refuse(run_folder, f"format 2.*format 3.*rl-plugins {__version__}.*that wrote it.*new run from the weights")
+
+
+@pytest.mark.parametrize("newest", [True, "True", "true"])
+def test_the_same_methods_say_what_they_load(run_folder, capsys, newest):
+    """The newest checkpoint, also as a command line writes it."""
+    trainer(run_folder, max_steps=4, trace=True).train(resume_from_checkpoint=newest)
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if "was made with methods" in one]
+    assert "Loaded: state of `counter` (" in line and line.endswith("Dropped: nothing. Starting fresh: nothing.")
+
+
 def test_state_of_other_methods_is_dropped_in_one_line(run_folder, caplog):
     t = trainer(run_folder, ("noop",), max_steps=4)
     with caplog.at_level("WARNING", "rl_plugins"):
         t.train(resume_from_checkpoint=True)
     (line,) = [r.message for r in caplog.records if r.name == "rl_plugins"]
-    assert line.endswith("[counter]; this run has methods: [noop]. Dropped: state of `counter`. Starting fresh: noop.")
+    assert "[counter]; this run has methods: [noop]. Loaded: nothing. Dropped: state of `counter` (" in line
+    assert line.endswith("Starting fresh: noop.") and f"step 3, rl-plugins {__version__}" in line
     assert t.state.global_step == 4
 
 

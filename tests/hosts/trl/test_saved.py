@@ -72,6 +72,8 @@ def test_the_newest_whole_checkpoint_is_resumed_and_the_other_named(saved_run, f
     named = make(folder, ["mc_grpo"], max_steps=5, **OPTIONS)
     with raises(StateError, match=rf"checkpoint-5.*{why}.*checkpoint-4"):
         named.train(resume_from_checkpoint=str(out / "checkpoint-5"))
+    with raises(StateError, match=r"no checkpoint .*checkpoint-7\..*checkpoint-4.*resume_from_checkpoint"):
+        named.train(resume_from_checkpoint=str(out / "checkpoint-7"))
     with caplog.at_level(logging.WARNING, "rl_plugins"):
         named.train(resume_from_checkpoint=True)
     (line,) = [r.message for r in caplog.records if "Skipped" in r.message]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import os
+import subprocess
 import types
 from pathlib import Path
 
@@ -741,3 +743,16 @@ def test_the_server_reports_them(model):
         assert "top_logprobs" not in without.extra_fields
 
     asyncio.run(run())
+
+
+def test_the_metrics_of_earlier_starts_are_kept(tmp_path):
+    """verl's file logger begins its file again at every start, also at a resume."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\n[[ $* != *main_ppo* ]] || echo "$START" > "$VERL_FILE_LOGGER_PATH"\n')
+    python.chmod(0o755)
+    script = Path(__file__).parents[3] / "examples" / "verl" / "laptop.sh"
+    for start in ("first", "second", "third"):
+        environment = {**os.environ, "OUT": str(tmp_path / "out"), "PYTHON": str(python), "START": start}
+        subprocess.run(["bash", str(script)], env=environment, check=True, capture_output=True)
+    found = [(tmp_path / "out" / f"{name}.jsonl").read_text().strip() for name in ("metrics-1", "metrics-2", "metrics")]
+    assert found == ["first", "second", "third"]
