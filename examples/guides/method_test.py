@@ -24,7 +24,7 @@ class Rambling(Method):
         return torch.where(at_end, rollouts.reward, 0.5 * rollouts.reward)
 
 
-def test_rambling():
+def test_rambling() -> None:
     rollouts = testing.make_rollouts(
         [1.0, 1.0, math.nan], group_size=3, text=["It is 4", "4, I think", "4"], meta={"answer": ["4", "4", "4"]}
     )
