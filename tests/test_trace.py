@@ -323,6 +323,21 @@ def test_datasets_reads_every_table(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert dict(zip(tokens["id"], tokens["text"], strict=True)) == dict(enumerate("abcde"))
 
 
+def test_a_host_that_knows_no_factor_says_what_was_logged_in_the_loss(tmp_path: Path) -> None:
+    """As verl does, once after all steps of a batch; a step in which nothing was logged has no record."""
+    stack = started(tmp_path, Halves(), run=make_run(chat=Letters(), total_batches=2))
+    (trace,) = stack.watchers
+    for number, values in enumerate(({}, {"loss/weight_mean": 0.75})):
+        traced(stack, number)
+        stack.stats = values
+        trace.updated(None, ())
+    assert trace._writer.wait() == ""  # type: ignore[attr-defined]
+    (file,) = (tmp_path / "trace" / "updates").iterdir()
+    (update,) = pq.read_table(file).to_pylist()
+    assert (update["batch"], update["lr_scale"], update["scaled"], update["ratios"]) == (1, None, [], None)
+    assert by_name(update["stats"]) == {"loss/weight_mean": 0.75}
+
+
 def test_a_trace_decides_nothing(tmp_path: Path) -> None:
     methods = (Halves, Drops, Ranks, Shapes)
     plain = MethodStack([m() for m in methods])
