@@ -33,7 +33,7 @@ from rl_plugins.cards.listing import print_list
 from rl_plugins.cards.usage import usage_of
 from rl_plugins.commands import cli
 from rl_plugins.commands.cli import app
-from rl_plugins.core.errors import ConfigError, did_you_mean
+from rl_plugins.core.errors import ConfigError, did_you_mean, pip_command
 from rl_plugins.core.method import HOOKS, SIGNALS, Bundle, Method
 from rl_plugins.core.params import describe_params
 from rl_plugins.lab import pages
@@ -106,7 +106,9 @@ def test_an_error_is_one_paragraph_and_status_2():
 
 def test_version_completion_and_the_module():
     told = process("-m", "rl_plugins", "--version")
-    assert told.stdout == f"rl-plugins {importlib.metadata.version('rl-plugins')}\n", told.stderr
+    lines = told.stdout.splitlines()
+    assert lines[0] == f"rl-plugins {importlib.metadata.version('rl-plugins')}", told.stderr
+    assert f"trl {importlib.metadata.version('trl')} (allowed: {tested.wanted('trl')})" in lines
     begun = {"_RL_PLUGINS_COMPLETE": "complete_bash", "COMP_WORDS": "rl-plugins info gdp", "COMP_CWORD": "2"}
     assert CliRunner().invoke(app, prog_name="rl-plugins", env=begun).stdout.split() == ["gdpo"]
 
@@ -657,7 +659,9 @@ def values(text: str) -> dict[str, str]:
 def test_doctor_shows_versions_and_plugins(plugins, monkeypatch):
     monkeypatch.setenv("RL_PLUGINS_ALLOW_UNTESTED", "1")
     text = rl_plugins("doctor")
-    assert re.search(r"^  trl +1\.16\.\d+ +ok$", text, re.M)
+    assert re.search(rf"^  trl +1\.16\.\d+ +allowed {tested.wanted('trl')} +ok$", text, re.M)
+    assert re.search(rf"^  rl-plugins +{importlib.metadata.version('rl-plugins')}$", text, re.M)
+    assert re.search(rf"^  python +[\d.]+ +allowed {tested.wanted('python')}$", text, re.M)
     assert re.search(r"^  RL_PLUGINS_ALLOW_UNTESTED +1$", text, re.M)
     assert "what the adapter uses of TRL: as expected" in text
     assert re.findall(r"^  not there +(T\d+): ", text, re.M) == ["T2", "T3", "T5", "T11"]
@@ -690,7 +694,7 @@ def test_doctor_says_what_was_not_tested(monkeypatch):
     monkeypatch.setattr(report.importlib.metadata, "version", lambda name: given.get(name) or real(name))
     monkeypatch.setattr(report, "ran", lambda name: passed.get(name, ()))
     text = rl_plugins("doctor")
-    assert re.search(r"^  torch +2\.15\.1 +ok, but the tests ran with 2\.13\.0$", text, re.M)
+    assert re.search(r"^  torch +2\.15\.1 +allowed >=[\d.]+ +ok, but the tests ran with 2\.13\.0$", text, re.M)
     assert "Not tested in this version: torch 2.15.1 (tests: 2.13.0), transformers 5.23.0 (tests: 5.10.4)." in text
     assert "pip install 'torch==2.13.0' 'transformers==5.10.4'" in text
     assert text.endswith("No problem found, but this set of versions was not tested.\n")
@@ -706,6 +710,7 @@ def test_doctor_without_a_usable_host(monkeypatch):
 
     monkeypatch.setattr(report.importlib.metadata, "version", version)
     text = rl_plugins("doctor", status=1)
+    assert re.search(r"^  verl +- +allowed \S+ +not installed", text, re.M)
     assert "1 problem:" in text and "trl is untested (tested: >=1.14.2,<1.17), verl is missing" in text
 
 
@@ -727,7 +732,8 @@ from typer.testing import CliRunner
 from rl_plugins.commands.cli import app
 for words in commands:
     done = CliRunner().invoke(app, words)
-    told = done.stderr if done.exit_code == 2 else done.stdout.splitlines()[-1]
+    errors = [line for line in done.stderr.splitlines(True) if not line.startswith("Loading the host")]
+    told = "".join(errors) if done.exit_code == 2 else done.stdout.splitlines()[-1]
     print(json.dumps([words, done.exit_code, repr(done.exception), told]))
 """
 OVERRIDE = "trainer.nnodes=1"
@@ -776,7 +782,7 @@ def test_a_command_whose_host_is_not_installed_says_so_in_a_line(blocked, extra,
     assert [words for words, *_ in told] == commands, done.stderr
     for words, status, error, text in told:
         assert status == 1 + (words[:3] != ["doctor", "--host", "verl"]) and "SystemExit" in error, (words, error, text)
-        assert f"rl-plugins[{extra}]" in text and text.strip().count("\n") == 0, (words, text)
+        assert pip_command(extra) in text and text.strip().count("\n") == 0, (words, text)
 
 
 def test_ranges_are_those_of_pyproject():
@@ -994,6 +1000,25 @@ def test_doctor_shows_what_a_script_would_do(script):
     assert text.endswith("No problem found.\n") and before == (sys.path, sys.argv)
     text = rl_plugins("doctor", "--script", script("trl", methods=None, method_params=None), "--", "3")
     assert "the run is TRL's own" in text and "it went on" not in text
+
+
+def test_doctor_leaves_no_empty_folder(script, tmp_path):
+    kept, new = tmp_path / "kept", tmp_path / "a" / "my-run"
+    kept.mkdir()
+    for folder in (kept, new):
+        made = script("trl", methods=None, method_params=None, output_dir=str(folder))
+        text = rl_plugins("doctor", "--script", made, "--", "3")
+        assert "Stopped at `train()`" in text
+    assert kept.is_dir() and not new.parent.exists()
+    made = script(
+        "trl",
+        end=f"open({str(new / 'mine.txt')!r}, 'w').close(); trainer.train()",
+        methods=None,
+        method_params=None,
+        output_dir=str(new),
+    )
+    rl_plugins("doctor", "--script", made, "--", "3")
+    assert (new / "mine.txt").is_file()
 
 
 def test_doctor_says_what_ends_a_script(script, tmp_path):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 
 import numpy as np
 import pytest
 import yaml
+from rich.console import Console
 from scipy import stats
 from typer.testing import CliRunner
 
@@ -16,10 +19,11 @@ from rl_plugins.commands.cli import app
 from rl_plugins.commands.shared.options import parse_seeds
 from rl_plugins.core.errors import ConfigError, RLPluginsError
 from rl_plugins.lab.compare import costs, report
+from rl_plugins.lab.compare import runs as comparison_runs
 from rl_plugins.lab.compare.plan import make_plan, parse_variants
 from rl_plugins.lab.compare.runs import is_finished, read_log, run_all
 from rl_plugins.lab.compare.trl import Trl
-from rl_plugins.runtime import registry
+from rl_plugins.runtime import bars, registry
 
 
 def fake_logs(comparison, values, tokens=None, evals=None, parts=(), steps=10):
@@ -285,9 +289,41 @@ def test_a_run_of_another_config_is_not_finished(tmp_path):
     (c.runs[0].folder / "finished.json").write_text(json.dumps({"fingerprint": c.runs[0].fingerprint}))
     assert is_finished(c.runs[0]) and is_finished(plan(tmp_path, seeds=[0]).runs[0])
     changed = make_plan(Trl("max_steps: 11\n"), c.variants, [0], tmp_path / "out")
-    assert not is_finished(changed.runs[0])
+    assert not is_finished(changed.runs[0]) and comparison_runs.why_again(changed.runs[0])
+    comparison_runs._mark(c.runs[0], "finished.json")
+    assert (
+        is_finished(c.runs[0])
+        and comparison_runs.why_again(c.runs[0]) == ""
+        and comparison_runs.why_again(changed.runs[0]) == "config"
+    )
     again = make_plan(Trl("max_steps: 11\n"), c.variants, [0], tmp_path / "out", launcher=["accelerate", "launch"])
     assert again.runs[0].fingerprint != changed.runs[0].fingerprint
+
+
+def test_a_file_gets_lines_in_place_of_bars(tmp_path, monkeypatch):
+    """A run tells when it begins, again after a while, and its end; a second command why a run is trained again."""
+    (tmp_path / "logs.py").write_text(
+        "import json, os, time\n"
+        "for step in (1, 2, 3):\n"
+        "    line = {'step': step, 'max_steps': 3, 'seconds': 1.0, 'reward': step / 4}\n"
+        "    open(os.environ['RL_PLUGINS_LOG_FILE'], 'a').write(json.dumps(line) + '\\n')\n"
+        "    time.sleep(1)\n"
+    )
+
+    def told(every, config="max_steps: 3\n"):
+        monkeypatch.setattr(bars, "EVERY", every)
+        planned = make_plan(Trl(config), parse_variants([], "grpo"), [0], tmp_path / "out")
+        planned = replace(planned, runs=tuple(replace(run, worker="logs") for run in planned.runs))
+        console = Console(file=io.StringIO(), width=200)
+        run_all(planned, 1, console=console, environment={"PYTHONPATH": str(tmp_path)})
+        return console.file.getvalue().splitlines()
+
+    first = told(30.0)
+    assert len(first) == 2 and all(line.startswith("grpo seed 0") for line in first)
+    assert "3/3" in first[1] and "reward 0.750" in first[1]
+    assert len(told(30.0)) == 1  # finished before
+    again = told(0.0, "max_steps: 4\n")
+    assert "config" in again[0] and any("1/3" in line for line in again) and any("2/3" in line for line in again)
 
 
 def test_edited_code_of_an_own_method_makes_its_runs_new(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from rl_plugins.commands import cli
 from rl_plugins.commands.shared.options import CostUnit
+from rl_plugins.core.errors import pip_command
 from rl_plugins.lab.compare import comparison as comparisons
 from rl_plugins.lab.compare import trl_worker
 from rl_plugins.lab.compare.costs import COST_UNITS
@@ -139,7 +140,7 @@ def test_without_matplotlib_nothing_is_trained(words, tmp_path, monkeypatch):
         comparisons.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name)
     )
     result = CliRunner().invoke(cli.app, [*words, "--out", str(tmp_path / "out")])
-    assert result.exit_code == 2 and "pip install 'rl-plugins[plot]'" in result.output
+    assert result.exit_code == 2 and pip_command("plot") in result.output
     assert "Nothing was trained" in result.output and not (tmp_path / "out").exists()
 
 

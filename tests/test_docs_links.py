@@ -53,6 +53,21 @@ def links(file: Path) -> Iterator[str]:
             yield from re.findall(r'(?:href|src|srcset)=["\']([^"\']+)', token.content)
 
 
+def test_files_that_messages_name_are_in_the_repository():
+    """`rl-plugins --help` says so. `lab/pages` writes some only for the site."""
+    place = re.compile(r"\b(?:docs|patches|examples|benchmarks)/[\w./-]*\w|\b[A-Z]{5,}\.md\b")
+    named = {
+        (file.name, path)
+        for file in (ROOT / "rl_plugins").rglob("*.py")
+        if not {"pages", "methods"} & {*file.parts}  # the sources of a method are files of its authors
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for path in place.findall(node.value)
+    }
+    assert len(named) > 20
+    assert not {(file, path) for file, path in named if not (ROOT / path).exists() and not list(ROOT.glob(f"{path}*"))}
+
+
 def broken(file: Path) -> list[str]:
     out = []
     for target in links(file):

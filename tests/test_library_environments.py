@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from messages import raises
 
-from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.errors import ConfigError, pip_command
 from rl_plugins.core.params import build_params
 from rl_plugins.environments import Gymnasium, TextWorld, TRLTools
 from rl_plugins.kit.agents import Environment, Observation
@@ -154,7 +154,7 @@ def test_a_missing_library_names_its_extra(monkeypatch, guide):
     for name in ("gymnasium", "textworld", "verifiers"):
         monkeypatch.setitem(sys.modules, name, None)
         kind = {"gymnasium": guide.Lake, "textworld": TextWorld, "verifiers": guide.Wordle}[name]
-        with raises(ConfigError, match=re.escape(f"rl-plugins[{name}]")):
+        with raises(ConfigError, match=re.escape(pip_command(name))):
             check_environment(kind)
 
 

@@ -3,7 +3,7 @@
     cd examples/trl
     python gsm8k_data.py gsm8k          # once; needs access to the hub
 
-Needs: pip install "rl-plugins[trl]"
+Needs: pip install ".[trl]"
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 `train_reasoning_gym.py` and the notebook import it. reasoning-gym has about a hundred more tasks; name yours in TASKS
 with the settings of its dataset, and keep those that your model solves sometimes.
 
-Needs: pip install "rl-plugins[trl]" reasoning-gym drawsvg
+Needs: pip install ".[trl]" reasoning-gym drawsvg
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 Every option of TRL's GRPOConfig and ModelConfig can be given, in a file, too (`--config`). `reasoning_gym.yaml` is the
 same run without a script. Methods and their options: `rl-plugins list`, `rl-plugins info gdpo`.
 
-Needs: pip install "rl-plugins[trl]" reasoning-gym drawsvg
+Needs: pip install ".[trl]" reasoning-gym drawsvg
 """
 
 from __future__ import annotations

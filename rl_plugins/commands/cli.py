@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import os
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -39,6 +41,8 @@ class _Commands(TyperGroup):
     everything while a model trains."""
 
     def invoke(self, ctx: Any) -> Any:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)  # a file shows at once what a terminal shows
         try:
             return super().invoke(ctx)
         except RLPluginsError as e:
@@ -62,19 +66,28 @@ app.add_typer(heads.app, name="heads")
 
 def _version(asked: bool) -> None:
     if asked:
+        from rl_plugins.runtime.tested import wanted
+
         typer.echo(f"rl-plugins {importlib.metadata.version('rl-plugins')}")
+        for host in ("trl", "verl"):
+            try:
+                version = importlib.metadata.version(host)
+            except importlib.metadata.PackageNotFoundError:
+                version = "not installed"
+            typer.echo(f"{host} {version} (allowed: {wanted(host)})")
         raise typer.Exit
 
 
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions.")
     ] = False,
 ) -> None:
     """Run methods of RL post-training papers as plugins of TRL and verl.
 
-    Pages that messages name, such as docs/audit.md, are in the repository and on the site: pip show -v rl-plugins.
+    Files that messages name, such as docs/audit.md or patches/README.md, are in the folder that rl-plugins was
+    installed from, a clone or a source archive. The package has none of them; info METHOD says what it knows.
     """
 
 

@@ -51,6 +51,9 @@ def demo(
 
     Without METHODS it trains on two rewards of different size: plain GRPO, GDPO, and a control. With --host verl it
     trains vade. With --real it trains gdpo and plain GRPO, with one seed.
+
+    Policies are made once and kept in the user's cache folder rl-plugins, or in that of the environment variable
+    RL_PLUGINS_CACHE.
     """
     from rl_plugins.lab.compare.comparison import RunOptions
     from rl_plugins.lab.demo.demos import demo_trl, demo_verl, headline

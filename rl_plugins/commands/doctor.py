@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from rl_plugins.commands.shared.options import HostName, MethodParams, OfRun, WorldSize
-from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.errors import ConfigError, pip_command
 
 HOSTS = ("trl", "verl")
 SHOWN = ("torch", "transformers", "trl", "peft", "verl", "vllm")
@@ -68,8 +68,7 @@ def doctor(
         )
     from rl_plugins.runtime.report import print_problems, without_tests
 
-    if sys.stderr.isatty():
-        print("Loading the host and looking at the run; this takes a while.", file=sys.stderr)
+    print("Loading the host and looking at the run; this takes a while.", file=sys.stderr)
     packages: Sequence[str] = SHOWN
     with contextlib.redirect_stdout(io.StringIO()) if as_json else contextlib.nullcontext() as report:
         if host == HostName.verl:
@@ -162,7 +161,7 @@ def _print_installation() -> Iterator[str]:
     if not usable:
         yield (
             f"no host in a tested version is installed: {', '.join(f'{h} is {states[h][1]}' for h in HOSTS)}. Install "
-            f"one, e.g. pip install 'rl-plugins[trl]'."
+            f"one, for example TRL: {pip_command('trl')}"
         )
     if "trl" in usable:
         from rl_plugins.trl.compat import closed_parts, moved_symbols, seams

@@ -50,12 +50,12 @@ def inspect(
     if compare is not None and group is not None:
         raise ConfigError(f"--group {group} is of one run. In a comparison, give --prompt N, a dataset row.")
     from rich.console import Console
-    from rich.progress import track
 
     from rl_plugins.lab.viewer.comparison import pair_of, pairs
     from rl_plugins.lab.viewer.folder import TraceFolder
     from rl_plugins.lab.viewer.page import LARGEST, page_size, write_page
     from rl_plugins.lab.viewer.terminal import print_batch, print_group, print_pair, print_pairs, print_run
+    from rl_plugins.runtime.bars import tracked
 
     trace, console = TraceFolder(run, last), Console(highlight=False)
     other = TraceFolder(compare, last) if compare is not None else None
@@ -72,7 +72,7 @@ def inspect(
                 f"number of batches, or use --serve, which writes nothing."
             )
         console.print(f"The page: {about}.", markup=False, soft_wrap=True)
-        for _ in track(write_page(trace, html, second), "Writing the page", count, console=console):
+        for _ in tracked(write_page(trace, html, second), "Writing the page", console, count):
             pass
         console.print(f"Open {html / 'index.html'} in a browser.", markup=False, soft_wrap=True)
     elif serve:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib.metadata
 import importlib.util
+import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -52,7 +55,24 @@ def missing_package(error: ImportError) -> str:
     if not extra or _is_installed(module):
         return ""
     named = next(m for m in (_EXTRAS[extra][0], module) if not _is_installed(m))  # verl sooner than what it brings
-    return f'{named} is not installed. Install it with: pip install "rl-plugins[{extra}]".'
+    return f"{named} is not installed. Install it: {pip_command(extra)}"
+
+
+def pip_command(extra: str) -> str:
+    """The command that installs what an extra of this package asks for. It names the packages: it is right wherever
+    this package came from, and an index need not have it."""
+    return f"pip install {shlex.join(_requirements(extra))}"
+
+
+def _requirements(extra: str) -> list[str]:
+    found: list[str] = []
+    for line in importlib.metadata.requires("rl-plugins") or ():
+        requirement, _, marker = (part.strip() for part in line.partition(";"))
+        if not re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", marker):
+            continue
+        others = re.match(r"rl-plugins\[([\w,-]+)\]", requirement)
+        found += [r for other in others[1].split(",") for r in _requirements(other)] if others else [requirement]
+    return list(dict.fromkeys(found))
 
 
 def _is_installed(module: str) -> bool:

@@ -51,10 +51,14 @@ class Logger:
                 raise ConfigError(f"report_to=tensorboard needs the package tensorboard ({e}). Install it.") from e
             self._board = SummaryWriter(config.output_dir)
         if config.progress:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+            from rl_plugins.runtime.bars import Bars
 
             shown = TextColumn("{task.fields[shown]}")
-            self._bar = Progress(TextColumn("batch"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), shown)
+            columns = (TextColumn("batch"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), shown)
+            self._bar = Bars(*columns, console=Console())
             self._task = self._bar.add_task("train", total=config.batches, completed=batch, shown="")
             self._bar.start()
 

@@ -8,7 +8,7 @@ import inspect
 import threading
 from typing import Any
 
-from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.errors import ConfigError, pip_command
 
 
 def library(module: str, extra: str) -> Any:
@@ -20,7 +20,7 @@ def library(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as e:
-        raise ConfigError(f"{module} cannot be imported ({e}). Install it: pip install 'rl-plugins[{extra}]'.") from e
+        raise ConfigError(f"{module} cannot be imported ({e}). Install it ({pip_command(extra)}).") from e
 
 
 def answered(value: Any) -> Any:

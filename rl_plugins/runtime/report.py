@@ -15,16 +15,22 @@ from rl_plugins.runtime.rounds import in_rounds
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.tested import ALLOW_VARIABLE, bounds, inside, number, ran, wanted
 
-VARIABLES = (registry.VETO_VARIABLE, ALLOW_VARIABLE, "RL_PLUGINS_DEBUG")
+VARIABLES = (registry.VETO_VARIABLE, ALLOW_VARIABLE, "RL_PLUGINS_DEBUG", "RL_PLUGINS_CACHE")
+ONLY_FOR = {"trl": "runs of TRL", "peft": "LoRA in TRL", "verl": "runs of verl", "vllm": "generation with vLLM"}
+"""Package that may be missing -> what needs it."""
 
 
 def print_versions(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Versions of packages and the number of GPUs; returns the state of each package."""
+    """Versions of packages, those that are allowed, and the number of GPUs; returns the state of each package."""
     print("Versions")
     states = {name: package_state(name) for name in names}
-    print(f"  {'python':<15}{platform.python_version()}")
+    print(f"  {'rl-plugins':<15}{importlib.metadata.version('rl-plugins')}")
+    print(f"  {'python':<15}{platform.python_version():<15}allowed {wanted('python')}")
     for name, (version, state) in states.items():
-        print(f"  {name:<15}{version:<14}{state}".rstrip())
+        allowed = "" if bounds(name) == ("0", None) else f"allowed {wanted(name)}"
+        if state == "missing":
+            version, state = "-", f"not installed{f' (only for {ONLY_FOR[name]})' if name in ONLY_FOR else ''}"
+        print(f"  {name:<15}{version:<15}{allowed:<26}{state}".rstrip())
     if states["torch"][1] != "missing":
         import torch
 

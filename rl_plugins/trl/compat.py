@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.errors import ConfigError, pip_command
 from rl_plugins.runtime.host_names import Pinned
 from rl_plugins.runtime.tested import ALLOW_VARIABLE, bounds, inside, number, wanted
 
@@ -244,9 +244,7 @@ def check_versions() -> None:
     try:
         versions = {name: importlib.metadata.version(name) for name in ("trl", "transformers")}
     except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(
-            f'TRL is not installed. Install it with: pip install "rl-plugins[trl]" (TRL {wanted("trl")}).'
-        ) from None
+        raise ConfigError(f"TRL is not installed. Install it: {pip_command('trl')}") from None
     for name, version in versions.items():
         if not inside(name, version):
             _refuse(

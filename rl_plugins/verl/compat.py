@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.errors import ConfigError, pip_command
 from rl_plugins.runtime.host_names import Pinned
 from rl_plugins.runtime.tested import ALLOW_VARIABLE, inside, wanted
 
@@ -104,9 +104,7 @@ def check_verl_version() -> None:
     try:
         version = verl_version()
     except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(
-            f'verl is not installed. Install it with: pip install "rl-plugins[verl]" (verl {wanted("verl")}).'
-        ) from None
+        raise ConfigError(f"verl is not installed. Install it: {pip_command('verl')}") from None
     if not inside("verl", version) and not untested_allowed():
         raise ConfigError(
             f"verl {version} is installed; this version of rl-plugins is tested with verl {wanted('verl')}. Install "

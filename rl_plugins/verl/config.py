@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_plugins.core.errors import ConfigError, did_you_mean, shortened, shown
+from rl_plugins.core.errors import ConfigError, did_you_mean, pip_command, shortened, shown
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.chat import TokenizerChat
 from rl_plugins.runtime.reward_errors import STOP, check_on_reward_error
@@ -204,5 +204,5 @@ def verl_folder() -> str:
 
     spec = importlib.util.find_spec("verl")
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError('verl is not installed. Install it with: pip install "rl-plugins[verl]".')
+        raise ConfigError(f"verl is not installed. Install it: {pip_command('verl')}")
     return spec.submodule_search_locations[0]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.core.errors import ConfigError, RLPluginsError
+from rl_plugins.core.errors import ConfigError, RLPluginsError, pip_command
 from rl_plugins.core.files import parquet_of
 from rl_plugins.core.rollouts import Plan
 from rl_plugins.runtime.report import (
@@ -94,7 +94,8 @@ def read_command(words: Sequence[str]) -> list[str]:
         if word.startswith("-"):
             raise ConfigError(
                 f"`{word}` is an option, and the doctor reads overrides of verl's config `ppo_trainer`, like "
-                f"data.train_batch_size=64. Remove it."
+                f"data.train_batch_size=64. A config of your own (--config-name, --config-path) is not read: give what "
+                f"it changes as overrides instead."
             )
     return overrides
 
@@ -105,7 +106,7 @@ def read_command(words: Sequence[str]) -> list[str]:
 def _print_installation() -> Iterator[str]:
     states = print_versions(SHOWN)
     if states["verl"][1] == "missing":
-        yield 'verl is not installed. Install it with: pip install "rl-plugins[verl]".'
+        yield f"verl is not installed. Install it: {pip_command('verl')}"
         return
     try:
         compat.check_verl_version()
@@ -145,8 +146,8 @@ def _print_plugin() -> Iterator[str]:
         print(f"  {GROUP}: nothing of rl-plugins")
         yield (
             f"verl finds no entry point `{NAME}` in the group {GROUP}, so it would run without rl-plugins. Install the "
-            f"package where verl runs: pip install rl-plugins (in a checkout: pip install -e . once more; an old "
-            f"rl_plugins.egg-info in the working directory hides the package that is installed)."
+            f"package where verl runs, in the folder of its source: pip install . (an old rl_plugins.egg-info in the "
+            f"working directory hides the package that is installed: delete it)."
         )
     elif NAME not in allowed:
         yield (

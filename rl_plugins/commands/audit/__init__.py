@@ -87,11 +87,12 @@ def audit(
         reward.custom_reward_function.path=reward.py ...
     """
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.text import Text
 
     from rl_plugins.commands.audit.report import as_html, plain, print_report
     from rl_plugins.core.params import resolve_callable
+    from rl_plugins.runtime.bars import Bars
     from rl_plugins.tools.audit import Options, preflight
     from rl_plugins.tools.audit.metamorphic import FEATURES
 
@@ -110,7 +111,7 @@ def audit(
         gold_renderer=resolve_callable(gold_renderer, "gold_renderer") if gold_renderer else None,
     )
     console = Console(stderr=as_json)
-    bar = Progress(
+    bar = Bars(
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.completed} completions scored"),

@@ -67,11 +67,12 @@ def fuse(
     docs/fusion.md has an example by hand, memory and time, and our measurement: not clearly better than the mean.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
     from rl_plugins.commands.fuse.plan import FusionPlan
     from rl_plugins.commands.fuse.tables import print_plan, print_told
     from rl_plugins.commands.fuse.write import write
+    from rl_plugins.runtime.bars import Bars
     from rl_plugins.tools.fusion import FusionRule
 
     rule = FusionRule(normalize, keep, select_topk, erase, weights.value, seed)
@@ -80,7 +81,7 @@ def fuse(
     if dry_run:
         print("Nothing was written (--dry-run).")
         return
-    bar = Progress(TextColumn("fusing"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console)
+    bar = Bars(TextColumn("fusing"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console)
     with bar:
         task = bar.add_task("fusing", total=plan.writes)
         told, differing = write(plan, lambda done: bar.advance(task, done))

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import track
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.files import claim_for, whole, write_text
+from rl_plugins.runtime.bars import tracked
 from rl_plugins.tools.heads import prefix_diversity, shares
 
 SOLVED = "solved"  # column of the dataset that is written
@@ -65,7 +65,7 @@ def sample_heads(config: Path, heads: Sequence[Path], budget: SampleBudget, out:
     if left:
         sampler = Sampler(sampling, names)
         with file.open("a", encoding="utf-8") as f:
-            for head, number, problems in track(left, "sampling", console=Console(stderr=True), transient=True):
+            for head, number, problems in tracked(left, "sampling", Console(stderr=True), transient=True):
                 rows = [dataset[i] for i in problems]
                 tokens = sampler.sample(head, [row["prompt"] for row in rows], _seed(budget.seed, head, number))
                 texts = sampler.texts(tokens)

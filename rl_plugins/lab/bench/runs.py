@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rl_plugins.core.errors import RLPluginsError
 from rl_plugins.core.files import json_lines, write_text
@@ -28,6 +28,7 @@ from rl_plugins.lab.bench.tasks import task_of
 from rl_plugins.lab.bench.variants import BenchVariant
 from rl_plugins.lab.compare.plan import LOG_VARIABLE
 from rl_plugins.runtime import processes
+from rl_plugins.runtime.bars import Bars
 
 PRELOADED = ["torch", "transformers", "datasets", "trl", "trl.scripts.grpo", "rl_plugins.trl.commands.script"]
 
@@ -96,7 +97,7 @@ def _run(
         TextColumn("left"),
         TimeRemainingColumn(elapsed_when_finished=False),
     )
-    with Progress(*columns, console=console) as progress:
+    with Bars(*columns, console=console) as progress:
         task = progress.add_task("runs", total=len(missing))
         try:
             while missing or running:

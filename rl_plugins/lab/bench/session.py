@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from rl_plugins.cards.claims import numbers
 from rl_plugins.lab.bench.combine import CONFIRM, MOST, SEARCH, TUNED, confirmed, grow, tuned
@@ -15,6 +15,7 @@ from rl_plugins.lab.bench.results import Results
 from rl_plugins.lab.bench.runs import Waiting, run_missing
 from rl_plugins.lab.bench.tables import SECONDS
 from rl_plugins.lab.bench.tasks import task_of
+from rl_plugins.runtime.bars import Bars
 
 
 def train(wanted: Sequence[Waiting], out: Path, jobs: int, console: Console) -> Results:
@@ -63,7 +64,7 @@ def policies_of(environments: Iterable[str], console: Console) -> dict[str, Path
     from rl_plugins.lab.demo.environments.policy import load_agent_policy
 
     found = {}
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
+    with Bars(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
         for name in sorted(environments):
             task = progress.add_task(f"warm start of the policy{f' for {name}' if name else ''} (once)", total=None)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markdown import Markdown
 
-from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.errors import ConfigError, pip_command
 from rl_plugins.core.files import claim
 from rl_plugins.lab.compare import attribution, costs, report
 from rl_plugins.lab.compare.plan import Comparison
@@ -54,7 +54,7 @@ def need_plots() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "matplotlib is not installed, and the curves of the report are drawn with it. Nothing was trained. "
-            "Install it: pip install 'rl-plugins[plot]'"
+            f"Install it: {pip_command('plot')}"
         )
 
 

@@ -51,20 +51,39 @@ class PlannedRun:
     def log_file(self) -> Path:
         return self.folder / "log.jsonl"
 
-    @property
-    def fingerprint(self) -> str:
-        """Tells whether a finished run in the folder is this one. The code of methods of other packages is part of it,
-        files that the config names (data, rewards, models) are not."""
+    def _parts(self) -> dict[str, Any]:
+        """What the run is known by. The code of methods of other packages is part of it, files that the config names
+        (data, rewards, models) are not."""
         classes = registry.select(list(self.variant.methods)).classes.values()
         others = {inspect.getfile(cls) for cls in classes if not cls.__module__.startswith("rl_plugins.")}
         code = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(others)]
-        told = [self.arguments, self.config, self.launcher, __version__, *code]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+        return {
+            "arguments": self.arguments,
+            "config": self.config,
+            "launcher": self.launcher,
+            "version of rl-plugins": __version__,
+            "code of methods of other packages": code,
+        }
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Each part of what the run is known by, as a hash."""
+        return {name: _hash(part) for name, part in self._parts().items()}
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells whether a finished run in the folder is this one."""
+        *parts, code = self._parts().values()
+        return _hash([*parts, *code])
 
     def write_config(self) -> None:
         """The config as a file of the run's folder, so that the user's own can change while others run."""
         if self.config:
             write_text(self.folder / CONFIG, self.config)
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 class Host(Protocol):

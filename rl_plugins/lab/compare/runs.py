@@ -21,12 +21,13 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from rl_plugins.core.errors import RLPluginsError
 from rl_plugins.core.files import json_lines, write_text
 from rl_plugins.lab.compare.plan import LOG_VARIABLE, Comparison, PlannedRun
 from rl_plugins.runtime import processes
+from rl_plugins.runtime.bars import Bars
 
 BEGUN, FINISHED = "begun.json", "finished.json"
 CHECKPOINTS = "trainer/checkpoint-*"  # of TRL, in a run's folder
@@ -47,10 +48,30 @@ def is_finished(run: PlannedRun) -> bool:
 
 def _has(run: PlannedRun, file: str) -> bool:
     """Whether a file in the run's folder is of this run."""
+    return _kept(run, file).get("fingerprint") == run.fingerprint
+
+
+def _kept(run: PlannedRun, file: str) -> dict[str, Any]:
     try:
-        return bool(json.loads((run.folder / file).read_text())["fingerprint"] == run.fingerprint)
-    except (OSError, ValueError, KeyError):
-        return False
+        kept = json.loads((run.folder / file).read_text())
+    except (OSError, ValueError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
+
+
+def _mark(run: PlannedRun, file: str) -> None:
+    write_text(run.folder / file, json.dumps({"fingerprint": run.fingerprint, "identity": run.identity}))
+
+
+def why_again(run: PlannedRun) -> str:
+    """What differs from the finished run that is in the folder; empty if there is none, or if it is this one."""
+    kept = _kept(run, FINISHED)
+    if not kept or is_finished(run):
+        return ""
+    before = kept.get("identity")
+    if not before:  # written by an older version
+        return "version of rl-plugins"
+    return ", ".join(name for name, part in run.identity.items() if before.get(name) != part)
 
 
 def read_log(run: PlannedRun) -> list[dict[str, Any]]:
@@ -98,8 +119,16 @@ def _run_all(comparison: Comparison, jobs: int, watch: str, console: Console, en
         TimeElapsedColumn(),
         TextColumn("{task.fields[value]}"),
     )
+    for run in waiting:
+        if told := why_again(run):
+            console.print(
+                f"{run.variant.label} seed {run.seed} was finished before with another {told}. It is trained again.",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
     running: list[_Running] = []
-    with Progress(*columns, console=console) as progress:
+    with Bars(*columns, console=console) as progress:
         for run in comparison.runs:
             if run not in waiting:
                 progress.add_task(f"{run.variant.label} seed {run.seed}", total=1, completed=1, value="finished before")
@@ -109,8 +138,9 @@ def _run_all(comparison: Comparison, jobs: int, watch: str, console: Console, en
                     running.append(_begin(waiting.pop(0), progress, environment))
                 time.sleep(0.3)
                 for r in list(running):
+                    ended = r.process.poll() is not None  # before the log is read: then it is whole
                     _show(r, progress, watch)
-                    if r.process.poll() is not None:
+                    if ended:
                         running.remove(r)
                         _end(r)
         finally:
@@ -125,13 +155,13 @@ def _run_all(comparison: Comparison, jobs: int, watch: str, console: Console, en
     return time.monotonic() - start
 
 
-def _begin(run: PlannedRun, progress: Progress, environment: dict[str, str]) -> _Running:
+def _begin(run: PlannedRun, progress: Bars, environment: dict[str, str]) -> _Running:
     processes.end_all(run.folder)  # of a command that was killed
     if not (_has(run, BEGUN) and any(run.folder.glob(CHECKPOINTS))):  # else the worker goes on from the last one
         shutil.rmtree(run.folder, ignore_errors=True)
         run.folder.mkdir(parents=True)
         run.write_config()
-        write_text(run.folder / BEGUN, json.dumps({"fingerprint": run.fingerprint}))
+        _mark(run, BEGUN)
     output = (run.folder / "output.txt").open("ab")
     command = [*(run.launcher or (sys.executable,)), "-m", run.worker, *run.arguments]
     write_text(run.folder / "command.json", json.dumps(command, indent=1))
@@ -143,7 +173,7 @@ def _begin(run: PlannedRun, progress: Progress, environment: dict[str, str]) -> 
     return _Running(run, process, task, output)
 
 
-def _show(r: _Running, progress: Progress, watch: str) -> None:
+def _show(r: _Running, progress: Bars, watch: str) -> None:
     lines = read_log(r.run)
     if not lines:
         return
@@ -156,7 +186,7 @@ def _end(r: _Running) -> None:
     r.output.close()
     processes.end_all(r.run.folder)
     if r.process.returncode == 0:
-        write_text(r.run.folder / FINISHED, json.dumps({"fingerprint": r.run.fingerprint}))
+        _mark(r.run, FINISHED)
         return
     if r.process.returncode > 0:
         (r.run.folder / BEGUN).unlink(missing_ok=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from rl_plugins.cards.usage import needs_masked
 from rl_plugins.core.errors import ConfigError
@@ -16,6 +16,7 @@ from rl_plugins.lab.compare.comparison import RunOptions, need_plots, run
 from rl_plugins.lab.compare.plan import Comparison, Variant, make_plan, parse_variants
 from rl_plugins.lab.compare.runs import is_finished
 from rl_plugins.lab.compare.trl import Trl
+from rl_plugins.runtime.bars import Bars
 
 TOY = (
     "A toy: it shows that the method acts and what it does here, not what it does on a large model. Nothing is "
@@ -291,7 +292,7 @@ def _warm_start(console: Console, load: Callable[[Any], Any] | None = None) -> N
     """Builds the policy of the demo, if it is not there yet; `load` builds another one."""
     from rl_plugins.lab.demo.policy import load_policy
 
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
+    with Bars(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task("warm start of the policy (once, then cached)", total=None)
         (load or (lambda update: load_policy(progress=update)))(
             lambda step, total, _: progress.update(task, total=total, completed=step)

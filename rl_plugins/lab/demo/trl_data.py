@@ -19,9 +19,9 @@ CONFIG = """\
 #   python -m rl_plugins.lab.demo.trl_data laptop-run                policy, tasks and this file, once
 #   rl-plugins trl grpo --config laptop-run/run.yaml --dry-run   what would take effect; starts nothing
 #   rl-plugins trl grpo --config laptop-run/run.yaml             the run
-#   rl-plugins compare laptop-run/run.yaml gdpo --seeds 2        gdpo against plain GRPO (needs rl-plugins[plot])
+#   rl-plugins compare laptop-run/run.yaml gdpo --seeds 2        gdpo against plain GRPO (needs matplotlib)
 #
-# Needs: pip install "rl-plugins[trl]"
+# Needs the extra `trl`; from a clone: pip install ".[trl]"
 methods: [gdpo]
 
 model_name_or_path: laptop-run/policy

@@ -1,11 +1,11 @@
-"""The table of tested versions in README.md, made from what passed."""
+"""The table of versions in README.md: those that pyproject.toml allows, and those the tests passed with."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rl_plugins.lab.pages.parts import renewed
-from rl_plugins.runtime.tested import records
+from rl_plugins.runtime.tested import records, wanted
 
 COLUMNS = ("trl", "verl", "diffusers", "transformers", "torch", "numpy", "python")
 
@@ -20,10 +20,11 @@ def readme(text: str) -> str:
 
 
 def table() -> str:
-    """One row per environment that the suites of the hosts were run in."""
+    """A row of what may be installed, and one per environment that the suites of the hosts were run in."""
     found = records()
     shown = [c for c in COLUMNS if any(c in r["versions"] for r in found)]
     rows = [("environment", *shown, "passed", "failed", "skipped", "date"), ("---",) * (len(shown) + 5)]
+    rows.append(("allowed", *(f"`{wanted(c)}`" for c in shown), "", "", "", ""))
     rows += [_row(r, shown) for r in found]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

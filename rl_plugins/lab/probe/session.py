@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import track
 
 from rl_plugins.core.errors import RLPluginsError
 from rl_plugins.core.files import write_text
@@ -19,6 +18,7 @@ from rl_plugins.lab.probe.candidates import ProbedCandidate, every_method, of_ho
 from rl_plugins.lab.probe.pool import PoolPlan, RunPool
 from rl_plugins.lab.probe.runs import ProbedRun
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.bars import tracked
 from rl_plugins.runtime.stack import build_stack
 
 
@@ -77,7 +77,7 @@ def probe_run(
 
 def _answered(pool: RunPool, usable: Sequence[str], k: int, refused: Sequence[Line]) -> ProbeAnswer:
     """Draws, answers and writes."""
-    pool.draw(lambda missing: track(missing, "Rollouts and gradients", console=Console(stderr=True)))
+    pool.draw(lambda missing: tracked(missing, "Rollouts and gradients", Console(stderr=True)))
     run, drawn, out = pool.run, pool.read(), pool.out
     batch_of(drawn, run.host)
     reward = drawn.rewards @ drawn.reward_weights
@@ -87,10 +87,10 @@ def _answered(pool: RunPool, usable: Sequence[str], k: int, refused: Sequence[Li
         stack = {name: run.params.get(name, {}) for name in run.methods}
         candidates.append(ProbedCandidate("+".join(run.methods), [run.host.variant("the run's methods", stack)]))
 
-    def tracked(of: Iterable[ProbedCandidate]) -> Iterable[ProbedCandidate]:
-        return track(list(of), "Comparing", console=Console(stderr=True))
+    def bar(of: Iterable[ProbedCandidate]) -> Iterable[ProbedCandidate]:
+        return tracked(list(of), "Comparing", Console(stderr=True))
 
-    found = answer(drawn, run.host, candidates, k, pool.plan.seed, tracked)
+    found = answer(drawn, run.host, candidates, k, pool.plan.seed, bar)
     found = dataclasses.replace(found, lines=[*found.lines, *refused])
     write_text(out / "probe.json", json.dumps(dataclasses.asdict(found), indent=1) + "\n")
     told = [t for t in found.targets if t not in found.unclear]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 
 from rl_plugins.cards.quality import lines_of
 from rl_plugins.core.errors import ConfigError
@@ -21,6 +20,7 @@ from rl_plugins.lab.quality.train import TRAINED
 from rl_plugins.lab.quality.variants import ABSENT, BASELINE
 from rl_plugins.lab.quality.worlds import WORLDS
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.bars import tracked
 
 RAW = "benchmarks/quality/records.jsonl.gz"
 SECONDS = 0.4  # of a core, for a record; runs of many steps take half a minute
@@ -58,7 +58,7 @@ def session(
         console.print(f"{len(missing)} of {len(wanted)} records to make, about {minutes:.0f} minutes.")
         return
     claim(out, "bench")
-    for record in track(run(missing, file, at_a_time), "Gradients", total=len(missing), console=console):
+    for record in tracked(run(missing, file, at_a_time), "Gradients", console, len(missing)):
         if "refused" in record:
             console.print(f"{record['world']}, {record['variant']}: {record['refused']}", highlight=False)
     keys = {job.key for job in wanted}

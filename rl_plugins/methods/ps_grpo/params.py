@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from rl_plugins import ConfigError, MethodParams, param
+from rl_plugins.core.errors import pip_command
 from rl_plugins.core.params import above
 
 _SAMPLED, _LABELS = {"compare": "sampled"}, {"gamma": above(0)}
@@ -34,4 +35,4 @@ class PsGrpoParams(MethodParams):
         if self.alpha == self.gamma == 0:
             raise ConfigError("`alpha` and `gamma` are both 0, so every reward would be 0. Set one above 0.")
         if self.similarity == "rougeL" and find_spec("rapidfuzz") is None:
-            raise ConfigError("`similarity: rougeL` needs rapidfuzz. Install it: pip install 'rl-plugins[rouge]'.")
+            raise ConfigError("`similarity: rougeL` needs rapidfuzz. Install it: " + pip_command("rouge"))

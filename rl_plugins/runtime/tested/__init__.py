@@ -27,7 +27,8 @@ def bounds(package: str) -> tuple[str, str | None]:
     """First version that may be installed and first that may not (None: no bound), of all requirements that name the
     package; ("0", None) for any other package."""
     low, high = "0", None
-    for requirement in importlib.metadata.requires("rl-plugins") or ():
+    python = importlib.metadata.metadata("rl-plugins")["Requires-Python"]
+    for requirement in (*(importlib.metadata.requires("rl-plugins") or ()), f"python{python or ''}"):
         name, specifiers = re.match(r"([\w-]+)(?:\[[^]]*\])?([^;]*)", requirement).groups()  # type: ignore[union-attr]
         if name.lower() == package.lower():
             for sign, version in re.findall(r"(>=|<)\s*([\w.]+)", specifiers):

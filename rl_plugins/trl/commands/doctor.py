@@ -3,7 +3,9 @@ What a script would do, from the trainer it makes."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
@@ -104,8 +106,11 @@ def print_script(script: Path, words: Sequence[str]) -> list[str]:
     print(f"\nRunning {script} up to `train()`", flush=True)
     found = Findings()
     trainer: Any = None
-    with told(found.problems):
+    made: list[Path] = []
+    with told(found.problems), _noting_folders(made):
         trainer = _trainer_of(script, words)
+    if trainer is not None:
+        _remove_empty(made, Path(trainer.args.output_dir).absolute())
     if trainer is None:
         return found.problems
     print(f"\nStopped at `train()` of {type(trainer).__qualname__}")
@@ -118,6 +123,28 @@ def print_script(script: Path, words: Sequence[str]) -> list[str]:
         found.problems.append(problem)
     _print_batch(stack, known, trainer.accelerator.num_processes, found, plans=True)
     return found.problems
+
+
+@contextlib.contextmanager
+def _noting_folders(made: list[Path]) -> Iterator[None]:
+    """Adds the folders that are made."""
+    mkdir = os.mkdir
+
+    def noted(path: Any, *args: Any, **options: Any) -> None:
+        mkdir(path, *args, **options)
+        if isinstance(path, (str, os.PathLike)) and options.get("dir_fd") is None:
+            made.append(Path(os.fsdecode(path)).absolute())
+
+    with changed(os, mkdir=noted):
+        yield
+
+
+def _remove_empty(made: Sequence[Path], output: Path) -> None:
+    """Removes those of the folders that were made for a run's output and have nothing in them."""
+    for folder in reversed(made):
+        if folder == output or folder in output.parents or output in folder.parents:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 class _AtTrain(BaseException):
