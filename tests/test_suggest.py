@@ -297,6 +297,17 @@ def test_phrases_that_the_search_has_not_seen():
     assert (first, nearest) >= (FIRST, NEAREST), (first, nearest)
 
 
+@pytest.mark.parametrize("hosts", [(), ("--host", "verl")])
+def test_all_answers_in_a_line_each(hosts):
+    lines = answer("--answers", *hosts).splitlines()
+    begins = [line.partition(":")[0].split() for line in lines]
+    assert len(lines) == len({tuple(b) for b in begins})
+    assert {b[1] for b in begins if b[0] == "method"} == {c.name for c in cards() if set(c.hosts) & set(hosts or HOSTS)}
+    assert {b[1] for b in begins if b[0] == "problem"} == set(PROBLEMS)
+    config = next(line for line in lines if line.startswith("option loss_type_dr_grpo:"))
+    assert ("seq-mean-token-sum-norm" in config, "loss_type: dr_grpo" in config) == (True, not hosts)
+
+
 def test_what_users_said_is_found():
     known = {f"{kind}:{name}".removeprefix("method:") for kind, name, *_ in search._things(set(HOSTS))}
     found = 0

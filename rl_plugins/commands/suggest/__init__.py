@@ -28,11 +28,15 @@ def suggest(
     host: Annotated[
         HostName | None, typer.Option(help="Host of the run.", show_default="that of the logs, or trl")
     ] = None,
+    answers: Annotated[
+        bool, typer.Option("--answers", help="Print all there is, a line each, for a language model to choose from.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Suggest what helps with the problem of a run: methods, options of the host, commands.
 
-    Without --for and --logs it asks, if it runs in a terminal.
+    Without --for and --logs it asks, if it runs in a terminal. --for searches by words: where you ask a language model
+    for help anyway, give it what --answers prints, and your problem.
     """
     from rl_plugins.commands.shared.late_torch import late_torch
 
@@ -41,6 +45,9 @@ def suggest(
     from rl_plugins.commands.suggest.run_logs import read_logs
     from rl_plugins.runtime.config_text import read_yaml
 
+    if answers:
+        print(shown.everything(host))
+        return
     if text is None and logs is None and not in_terminal():
         raise ConfigError(
             f'Nothing is given. Say what you see (--for "..."), or give logs (--logs PATH). {advice.known()}'

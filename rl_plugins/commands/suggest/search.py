@@ -68,6 +68,11 @@ def search(sentence: str, host: str | None) -> list[Hit]:
     return sorted(hits, key=lambda hit: -hit.score)
 
 
+def everything(host: str | None) -> list[Hit]:
+    """All that an answer can be, for this host or for both."""
+    return [Hit(kind, name, 0, found) for kind, name, found, _ in _things({host} if host else set(HOSTS))]
+
+
 @cache
 def _table(hosts: tuple[str, ...]) -> tuple[sqlite3.Connection, list[Thing], frozenset[str]]:
     """The table, the things by their number in it, and all words of its texts."""

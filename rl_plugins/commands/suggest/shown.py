@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from rl_plugins.cards.catalog import Card
-from rl_plugins.cards.problems import PROBLEMS, Answer
+from rl_plugins.cards.problems import PROBLEMS, Answer, Problem
 from rl_plugins.cards.usage import line_of
+from rl_plugins.commands.suggest import search
 from rl_plugins.commands.suggest.advice import Advice, Suggestion
 from rl_plugins.commands.suggest.run_logs import RunLogs
 from rl_plugins.commands.suggest.search import Hit
@@ -37,6 +38,24 @@ def shown(advice: Advice) -> str:
         "`rl-plugins info NAME` decides on a screen whether to use a method or an option, and has a line to copy."
     )
     return "\n\n".join(parts)
+
+
+def everything(host: str | None) -> str:
+    """All answers, a line each: kind, name, what it does and when to use it, what to write in a config."""
+    return "\n".join(_line(hit, host) for hit in search.everything(host))
+
+
+def _line(hit: Hit, host: str | None) -> str:
+    found = hit.found
+    if isinstance(found, Problem):
+        told = f"{found.title}. {found.seen}"
+    elif isinstance(found, Card):
+        told = f"{found.does}. Use: {found.use_when}"
+    else:
+        told = (
+            f"{found.does}: {', or '.join(dict.fromkeys(line for h, line in found.use.items() if host in (None, h)))}"
+        )
+    return f"{hit.kind} {hit.name}: {' '.join(told.split())}"
 
 
 def _read(logs: RunLogs) -> str:

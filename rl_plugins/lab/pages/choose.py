@@ -35,6 +35,8 @@ _SHORT = f"""\
 Begin with the problem of your run. `rl-plugins suggest` does the same from
 questions, from a sentence, or from the logs of a run. `rl-plugins info NAME` has costs, measurements and a config to
 copy. The page of the site (`make site`) also shows when not to use each method, and which methods exclude each other.
+`suggest` finds a sentence by its words. A language model knows what you mean by others: `rl-plugins suggest --answers`
+prints all answers, a line each, to give it with your problem.
 Answers stand in the order in which to try them, as in the README and in `rl-plugins suggest`.
 
 {_ORDER}"""
