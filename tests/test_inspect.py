@@ -18,6 +18,7 @@ from rl_plugins.commands.cli import app
 from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.core.rollouts import TokenIds
 from rl_plugins.lab.viewer.folder import TraceFolder
+from rl_plugins.lab.viewer.page import group_data
 from rl_plugins.lab.viewer.terminal import completion_of, visible
 from rl_plugins.lab.viewer.trees import SharedPiece, tree_of
 from rl_plugins.runtime.chat import TokenizerChat
@@ -100,6 +101,8 @@ def test_chosen_prompts_and_losses_say_why(tmp_path: Path) -> None:
     write_updates(tmp_path, 6, [[], []])
     why = TraceFolder(tmp_path).why_chosen(6)
     assert why == {0: ["one: posterior 0.6"], 1: ["one"], 2: ["one (batch 5)"], 3: ["two: gets more"]}
+    assert TraceFolder(tmp_path).why_chosen(5)[1] == [], "what a later batch chose"
+    assert '"chosen":["one: posterior 0.6"]' in group_data(TraceFolder(tmp_path), 6, 0), "the page says it, too"
     batch = " ".join(invoke(str(tmp_path), "--batch", "6").output.split())
     assert "posterior 0.6" in batch and "posterior 0.5" not in batch and "gets more" in batch
     assert "one: chose 2 prompts" in batch and "two: in the loss: weight 1.5" in batch and "step 7" in batch
