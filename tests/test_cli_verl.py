@@ -605,7 +605,7 @@ def test_the_command_that_info_shows_is_read_back():
         if "verl" not in usage_of(found).hosts:
             assert "\n  verl:\n" not in info(found)
             continue
-        lines = re.split(r"\n\nSource\n|\n  Diffusion \(", info(found).split("\n  verl:\n")[1])[0]
+        lines = re.split(r"\n\nSource\n|\n  Diffusion \(|\n  hf_cpu is", info(found).split("\n  verl:\n")[1])[0]
         usage = usage_of(found)
         for params in usage.params.values():  # objects of the demo, for which the line has places to fill in
             for key, value in params.items():

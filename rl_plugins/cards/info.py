@@ -268,6 +268,10 @@ def _usage(usage: Usage, card: Card) -> Sequence[str]:
         lines += [f"TRL, in Python ({names}):", f"    {usage.python()}"]
     if "verl" in usage.hosts:
         lines += ["verl:", *(f"    {line}" for line in usage.command().splitlines())]
+        if usage.options["verl"].get("actor_rollout_ref.rollout.name") == "hf_cpu":
+            lines.append(
+                "hf_cpu is an engine for machines without a GPU. docs/verl_cpu.md has the settings of such a run."
+            )
     if "diffusion" in usage.hosts:
         lines += ["Diffusion (from rl_plugins.diffusion import DiffusionConfig):", f"    {usage.python_of_diffusion()}"]
     return lines
