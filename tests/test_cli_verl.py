@@ -103,7 +103,7 @@ def example(name):
 
 def test_without_a_run_it_shows_what_is_installed():
     text = examine()
-    assert re.search(r"^  verl +0\.9\.\d+ +ok$", text, re.M) and re.search(r"^  ray +\d", text, re.M)
+    assert re.search(r"^  verl +0\.9\.\d+ +allowed \S+ +ok$", text, re.M) and re.search(r"^  ray +\d", text, re.M)
     assert "rl_plugins = rl_plugins.verl.plugin (rl-plugins 0.1.0), loaded" in text
     assert "what the adapter uses of verl: as expected" in text
     assert re.search(r"^  VERL_PLATFORM +not set$", text, re.M)
@@ -376,6 +376,14 @@ def test_what_verl_asserts_where_rollouts_have_devices_of_their_own():
     with pytest.raises(ConfigError) as error:
         start.prepare(compose(wrong))
     assert all(key in str(error.value) for key in keys)
+    apart = ("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl")
+    mini = (
+        mode,
+        "trainer.v1.separate_async.parameter_sync_step=1",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=256",
+        "rl_plugins.methods=[dars_breadth]",
+    )
+    assert start.prepare(compose([*RUN, *apart, *mini])) is not None  # the method makes it the batch
 
 
 MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
