@@ -43,20 +43,24 @@ mutants: .venv/ready-test
 	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed; give one with make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv .venv
 
-# The stamps stand for a set of extras; they are renewed when the pins or the extras change.
+# The stamps stand for a set of extras; they are renewed when the pins or the extras change. A `rl_plugins.egg-info` is of
+# an older version: in this folder Python would read it before what is installed.
 .venv/ready-demo: .venv/bin/python pyproject.toml constraints.txt
 	@echo "Once: pip downloads torch, TRL and matplotlib into .venv, minutes. The demo downloads no model and no data."
 	$(PIP) -c constraints.txt torch
+	@rm -rf rl_plugins.egg-info
 	$(PIP) -c constraints.txt -e '.[trl,plot]'
 	@touch $@
 
 .venv/ready-site: .venv/bin/python pyproject.toml constraints.txt
 	$(PIP) -c constraints.txt torch
+	@rm -rf rl_plugins.egg-info
 	$(PIP) -c constraints.txt -e '.[site]'
 	@touch $@
 
 .venv/ready-test: .venv/bin/python pyproject.toml constraints.txt
 	$(PIP) -c constraints.txt torch
+	@rm -rf rl_plugins.egg-info
 	$(PIP) -c constraints.txt -e '.[test]' setuptools
 	@touch $@ .venv/ready-demo .venv/ready-site
 
