@@ -61,17 +61,20 @@ def apply(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]
 
     check_verl()
     problems: list[str] = []
-    with told(problems):
-        refuse(capabilities.Reader(config))
     options: dict[str, Any] = {}
     with told(problems):
         options = capabilities.check(stack, settings, config)
+    with open_dict(config):
+        for name, value in options.items():
+            OmegaConf.update(config, name, value, force_add=True)
+    with told(problems):  # of the config as methods want it
+        refuse(capabilities.Reader(config))
     if problems:
         raise ConfigError("\n".join(problems))
     with open_dict(config):
         teacher = {} if stack.teacher is None else {f"{ENVIRONMENT}.{TEACHER_VARIABLE}": stack.teacher}
         named = {f"{ENVIRONMENT}.{METHODS_VARIABLE}": ",".join(m.name for m in stack.methods), **teacher}
-        for name, value in {**options, **named}.items():
+        for name, value in named.items():
             OmegaConf.update(config, name, value, force_add=True)
     return options
 
