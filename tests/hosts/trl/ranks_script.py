@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import probes
 import pyarrow.parquet as pq
 import torch
-from harness import WORLD, history, make, policy, stub_sampling, weights
+from harness import WORLD, history, make, policy, stub_sampling
 from peft import LoraConfig
 from swarm_packages import fill
 from torch.distributed.tensor import DTensor
