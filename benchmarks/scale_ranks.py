@@ -121,7 +121,7 @@ class MadeUp:
         """Rows to the driver, its decision back."""
         source, rank = self.source, self.trainer.accelerator.process_index
         made, columns = source.made(rank)
-        scored = ScoredWork(replace(source.work, rank=rank), made, source.rewards)
+        scored = ScoredWork(replace(source.work, rank=rank), made, source.rewards, None)
         decided_by_driver(self.trainer, scored, torch.zeros(source.rows // source.ranks), columns)
 
     def decoded(self, trainer: Any, groups: Any, enough: int, row_of: Any) -> Any:
