@@ -210,6 +210,16 @@ def test_everyday_words(sentence, problem):
     assert problem in [p["problem"] for p in found["problems"]][:2]
 
 
+def test_what_did_harm_is_told_apart_and_nothing_is_told_twice():
+    text = answer(
+        "--for", "half of my groups are all wrong, none of their rollouts is ever right, groups without signal"
+    )
+    assert text.count("\n  vade, method") == 1
+    skip = {name for line in text.splitlines() if line.startswith("  Skip:") for name in re.findall(r"\w+", line)}
+    shown = {line.split(",")[0].strip() for line in text.splitlines() if ", method (" in line}
+    assert {"arrol", "brorl"} <= skip and not shown & {c.name for c in cards() if c.standing.word == "skip"}
+
+
 def test_a_short_log_is_not_called_healthy(tmp_path):
     file = tmp_path / "trainer_state.json"
     file.write_text(json.dumps({"log_history": [{"step": 1, "loss": 0.1, "epoch": 0.1}]}))

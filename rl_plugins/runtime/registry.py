@@ -220,8 +220,8 @@ def load(name: str, vetoed: Collection[str] = ()) -> type[Method] | Bundle:
                 f"such a package; install it with pip install -e, and give its name."
             )
         raise ConfigError(
-            f"There is no method `{shortened(name, 80)}`.{did_you_mean(name, known)} Known methods: "
-            f"{', '.join(known) or 'none'}. `rl-plugins list` explains them."
+            f"There is no method `{shortened(name, 80)}`.{did_you_mean(name, known)} `rl-plugins list` has all; "
+            f"`rl-plugins suggest --for ...` finds them, and options of the hosts, by what you see in a run."
         )
     if len(origins) > 1:
         third = next(o for o in origins if o.distribution)

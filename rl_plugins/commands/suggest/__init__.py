@@ -48,6 +48,8 @@ def suggest(
     if answers:
         print(shown.everything(host))
         return
+    if config is not None and not config.is_file() and " " in str(config):
+        raise ConfigError(f"There is no config `{config}`. A sentence follows --for: suggest --for {str(config)!r}")
     if text is None and logs is None and not in_terminal():
         raise ConfigError(
             f'Nothing is given. Say what you see (--for "..."), or give logs (--logs PATH). {advice.known()}'

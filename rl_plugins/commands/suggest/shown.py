@@ -15,7 +15,7 @@ from rl_plugins.commands.suggest.advice import Advice, Suggestion
 from rl_plugins.commands.suggest.run_logs import RunLogs
 from rl_plugins.commands.suggest.search import Hit
 
-MOST = 6  # answers shown per problem
+MOST = 4  # answers shown per problem
 WIDEST = 100
 
 
@@ -26,7 +26,8 @@ def shown(advice: Advice) -> str:
         parts.append(
             "\n".join(["Nearest to your words", *(line for hit in advice.nearest for line in _hit(hit, advice))])
         )
-    parts += [_problem(s, advice.host) for s in advice.suggestions]
+    told: set[str] = set()
+    parts += [_problem(s, advice.host, told) for s in advice.suggestions]
     if not advice.suggestions and not advice.nearest:
         parts.append(_nothing(advice))
     if advice.read:
@@ -35,7 +36,8 @@ def shown(advice: Advice) -> str:
         lines = [f"  - {PROBLEMS[key].title}: {why}." for key, why in advice.not_told.items()]
         parts.append("Could not be told from these logs\n" + "\n".join(lines))
     parts.append(
-        "`rl-plugins info NAME` decides on a screen whether to use a method or an option, and has a line to copy."
+        "`rl-plugins info METHOD` decides on a screen whether to use a method: costs, measurements, lines to copy.\n"
+        "Options are the hosts' own; where one was measured, it is named against a method."
     )
     return "\n\n".join(parts)
 
@@ -71,7 +73,9 @@ def _nothing(advice: Advice) -> str:
 
 def _hit(hit: Hit, advice: Advice) -> Iterator[str]:
     if isinstance(hit.found, Card):
-        yield from _wrapped("  ", f"{hit.name}, method: {hit.found.does}.")
+        yield from _wrapped("  ", f"{hit.name}, method ({hit.found.standing.word}): {hit.found.does}.")
+        if hit.found.standing.against:
+            yield from _wrapped("      against:  ", hit.found.standing.against[0])
         return
     if isinstance(hit.found, Answer):
         yield from _answer(hit.found, advice.host)
@@ -79,13 +83,25 @@ def _hit(hit: Hit, advice: Advice) -> Iterator[str]:
     yield from _wrapped("  ", f"{hit.found.title}, below: {hit.found.seen}")
 
 
-def _problem(suggestion: Suggestion, host: str) -> str:
+def _problem(suggestion: Suggestion, host: str, told: set[str]) -> str:
+    """A problem and what answers it.
+
+    Args:
+        told: names that stand above with all there is to say; those of this problem are added.
+    """
     problem = PROBLEMS[suggestion.problem]
     lines = [problem.title, *_wrapped("  ", problem.seen), *(f"  - {text}" for text in suggestion.evidence), ""]
-    for one in suggestion.found[:MOST]:
-        lines += [*(_method(one, suggestion, host) if isinstance(one, Card) else _answer(one, host)), ""]
-    if left := suggestion.found[MOST:]:
-        lines += _wrapped("  ", f"Further: {', '.join(one.name for one in left)} (docs/choose.md).")
+    skip = [one for one in suggestion.found if isinstance(one, Card) and one.standing.word == "skip"]
+    others = [one for one in suggestion.found if one not in skip]
+    for one in others[:MOST]:
+        if one.name in told:
+            lines += [f"  {one.name}: see above.", ""]
+        else:
+            lines += [*(_method(one, suggestion, host) if isinstance(one, Card) else _answer(one, host)), ""]
+    told |= {one.name for one in others[:MOST]}
+    for word, left in (("Further", others[MOST:]), ("Skip", skip)):
+        if left:
+            lines += _wrapped("  ", f"{word}: {', '.join(one.name for one in left)} (docs/choose.md).")
     return "\n".join(lines).rstrip()
 
 
@@ -102,11 +118,9 @@ def _method(card: Card, suggestion: Suggestion, host: str) -> Iterator[str]:
     yield from _wrapped("  ", f"{card.name}, method ({card.standing.word}): {card.does}.")
     for name, text in (
         ("for", card.good),
-        ("against", card.bad),
+        ("against", card.standing.against[0] if card.standing.against else ""),
         ("lacks", lacks.text if lacks else ""),
         ("not when", of_parts or card.avoid_when),
-        ("cost", of_parts or card.cost),
-        ("fidelity", card.fidelity),
     ):
         if text:
             yield from _wrapped(f"      {name + ':':<10}", text)

@@ -46,7 +46,7 @@ def refused(tmp_path, match, methods, **options):
 
 def test_names_and_parameters(tmp_path):
     for methods, params, match in [
-        (["mc_grop"], None, r"no method `mc_grop`\. Did you mean `mc_grpo`.*\? Known methods: .*vade"),
+        (["mc_grop"], None, r"no method `mc_grop`\. Did you mean `mc_grpo`.*\? `rl-plugins list`"),
         (["mc_grpo"], {"mc_grpo": {"mad_epz": 1}}, r"no parameter `mad_epz`\. Did you mean `mad_eps`\?"),
         (["mc_grpo"], {"mc_grpo": {"mad_eps": -1}}, r"`mad_eps` is -1\.0; it must be > 0"),
         (["mc_grpo"], {"vade": {}}, r"parameters for `vade`, which is not among the methods of this run"),
