@@ -275,7 +275,7 @@ def test_several_optimizer_steps_and_several_rewards():
 def test_a_run_of_verl_alone():
     text = examine(*RUN[:8])
     found = section(text, "The run")
-    assert "No methods are named: the run is verl's own." in text
+    assert "No methods are named: the run is verl's own." in text and "without a reward" not in found
     assert (
         found["trainer"] == "sync: a batch is generated, then trained, verl's own" and found["rows generated"] == "64"
     )

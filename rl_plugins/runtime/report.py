@@ -132,9 +132,10 @@ def plan_lines(stack: MethodStack, plan: Plan, rows: int, prompts: str) -> Itera
     yield "rollouts", f"{per_prompt(plan.rows)} per prompt{first}"
     yield "rows generated", f"{plan.generated}{first}"
     yield "rows trained", f"{plan.trained} of {rows}{first}{left}"
-    most = stack.max_unrewarded_batches
-    skipped = f"{most} in a row are skipped, one more ends the run" if most else "the first ends the run"
-    yield "without a reward", f"batches: {skipped} (max_unrewarded_batches)"
+    if stack.methods:
+        most = stack.max_unrewarded_batches
+        skipped = f"{most} in a row are skipped, one more ends the run" if most else "the first ends the run"
+        yield "without a reward", f"batches: {skipped} (max_unrewarded_batches)"
     agents = [m.name for m in stack.claims["rollout"] if getattr(m.params, "environment", None)]
     if agents:
         yield "rewards read", f"an episode of {', '.join(agents)} as one text, the environment's words included"
