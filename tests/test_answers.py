@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from rl_plugins.cards.catalog import cards
 from rl_plugins.cards.claims import MEASURES
+from rl_plugins.cards.info import info
 from rl_plugins.cards.problems import ANSWERS
 from rl_plugins.cards.results import Result
+from rl_plugins.cards.usage import VERL_BASE, asynchronous_lines
+from rl_plugins.runtime.stack import build_stack
 
 CARDS = {card.name: card for card in cards()}
 OPTIONS = {one.name: one for one in ANSWERS if one.kind == "option"}
@@ -20,17 +26,19 @@ OPTIONS = {one.name: one for one in ANSWERS if one.kind == "option"}
 
 @pytest.mark.host
 def test_lines_of_trl_build_its_config_or_run(tmp_path):
-    """Keys of a config are taken by `GRPOConfig` or `ModelConfig`; Python is executed, and a trainer takes what it is
-    given."""
+    """Keys of a config are taken by `GRPOConfig`, `ModelConfig` or the asynchronous trainer's; Python is executed, and a
+    trainer takes what it is given. Where rollouts are stale, a key that only one of both trainers has names it."""
     import inspect
     from dataclasses import fields
 
     import trl
+    from trl.experimental.async_grpo import AsyncGRPOConfig
 
     bound = inspect.signature(trl.GRPOTrainer.__init__).bind_partial
     given = {"GRPOTrainer": partial(bound, None), "your_reward": len, "your_tool": len}
     usual = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 16}
-    of_model = {f.name for f in fields(trl.ModelConfig)} - {f.name for f in fields(trl.GRPOConfig)}
+    of_grpo, of_async = ({f.name for f in fields(kind)} for kind in (trl.GRPOConfig, AsyncGRPOConfig))
+    of_model = {f.name for f in fields(trl.ModelConfig)} - of_grpo
     for one in ANSWERS:
         if one.kind != "option" or not (line := one.use.get("trl")):
             continue
@@ -39,8 +47,43 @@ def test_lines_of_trl_build_its_config_or_run(tmp_path):
             continue
         values = yaml.safe_load(f"{{{line}}}")
         trl.ModelConfig(**{k: v for k, v in values.items() if k in of_model})
-        config = trl.GRPOConfig(**usual | {k: v for k, v in values.items() if k not in of_model})
+        ahead = bool(set(values) & (of_async - of_grpo))
+        config = (AsyncGRPOConfig if ahead else trl.GRPOConfig)(
+            **usual | {k: v for k, v in values.items() if k not in of_model}
+        )
+        if "stale" in one.problems and not set(values) <= of_grpo & of_async:
+            assert ("AsyncGRPOConfig" if ahead else "GRPOTrainer") in one.does, one.name
         assert all(getattr(config, k) == v for k, v in values.items() if k not in of_model), one.name
+
+
+@pytest.mark.host
+def test_what_needs_rollouts_of_an_older_policy_has_lines_for_an_asynchronous_run():
+    """The hosts' own checks take them: a batch is used once there. What makes rollouts wait by itself has one line."""
+    from rl_plugins.trl import asynchronous
+    from rl_plugins.trl.asynchronous import capabilities as of_trl
+    from rl_plugins.verl import capabilities as of_verl
+    from rl_plugins.verl.config import compose, read_settings
+
+    config = partial(asynchronous.AsyncGRPOConfig, use_cpu=True, bf16=False, per_device_train_batch_size=64)
+    place = SimpleNamespace(trl=SimpleNamespace(asynchronous=SimpleNamespace(AsyncGRPOConfig=config)))
+    base, hosts = [f"{k}={v}" for k, v in VERL_BASE.items()], {}
+    for name, card in CARDS.items():
+        lines = asynchronous_lines(card.found)
+        hosts |= {name: set(lines)} if lines else {}
+        assert all(f"{host}, asynchronous: {line}\n" in info(card.found) for host, line in lines.items())
+        if "trl" in lines:
+            args = eval(lines["trl"], {"rl_plugins": place})
+            stack = build_stack(args.methods, args.method_params or {})
+            of_trl.check(stack, of_trl.KnownAsync(args, [{"prompt": "1 + 1 ="}] * 64, ("right",), False, None))
+            assert stack.names[-1] == name
+        if "verl" in lines:
+            run = compose([*base, *shlex.split(lines["verl"])])
+            settings = read_settings(run)
+            of_verl.check(settings.stack(), settings, run)
+            read = of_verl.Reader(run)
+            assert settings.stack().names[-1] == name and read.optimizer_steps_per_batch == 1 and read.mode != "sync"
+    both = {"trl", "verl"}
+    assert hosts == {**dict.fromkeys(("decoupled_ppo", "dppo", "minpro", "vcpo"), both), "dart_tis": {"verl"}}
 
 
 @pytest.mark.host
@@ -53,7 +96,6 @@ def test_lines_of_verl_are_composed_and_run():
     from verl.trainer.ppo import rollout_corr_helper as corrections
     from verl.utils.config import omega_conf_to_dataclass
 
-    from rl_plugins.cards.usage import VERL_BASE
     from rl_plugins.verl.config import compose
 
     lines = {name: one.use["verl"].split() for name, one in OPTIONS.items() if "verl" in one.use}
@@ -80,6 +122,14 @@ def test_lines_of_verl_are_composed_and_run():
     manager = DAPORewardManager(composed[place["overlong_buffer"]], None, len)
     assert manager.overlong_buffer_cfg.len < manager.max_resp_len
     assert "model_engine=megatron" in lines["router_replay"] and "Megatron" in OPTIONS["router_replay"].does
+
+
+def test_the_page_of_stale_rollouts_says_of_each_method_what_choose_says():
+    page = (Path(__file__).parents[1] / "docs" / "staleness.md").read_text(encoding="utf-8")
+    rows = [row.split("|")[2:4] for row in page.partition("## Which method")[2].partition("##")[0].splitlines()]
+    told = {re.findall(r"`(\w+)`", row[0])[0]: row[1].strip() for row in rows[2:] if "`" in "".join(row)}
+    assert set(told) >= {"decoupled_ppo", "minpro", "vcpo"}
+    assert {name: word.split(":")[0] for name, word in told.items()} == {n: CARDS[n].standing.word for n in told}
 
 
 def test_what_was_not_met_speaks_against_a_method():

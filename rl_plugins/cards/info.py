@@ -26,7 +26,7 @@ from rl_plugins.cards.claims import claim_lines, claims
 from rl_plugins.cards.problems import ANSWERS, HOSTS, PROBLEMS, Answer
 from rl_plugins.cards.quality import quality_lines
 from rl_plugins.cards.results import Result, measured_of
-from rl_plugins.cards.usage import Usage, line_of, needs_of_run, usage_of
+from rl_plugins.cards.usage import Usage, asynchronous_lines, line_of, needs_of_run, usage_of
 from rl_plugins.core.errors import RLPluginsError
 from rl_plugins.core.method import Bundle, Method
 from rl_plugins.core.params import describe_params
@@ -106,7 +106,11 @@ def _of_method(found: type[Method] | Bundle) -> tuple[str, Sections]:
         ("What it costs", card.cost),
         (
             "To copy",
-            "\n".join([f"{h}: {line_of(card, h)}" for h in HOSTS if h in card.hosts] + [*needs_of_run(card).notes]),
+            "\n".join(
+                [f"{h}: {line_of(card, h)}" for h in HOSTS if h in card.hosts]
+                + [f"{h}, asynchronous: {line}" for h, line in asynchronous_lines(found).items()]
+                + [*needs_of_run(card).notes]
+            ),
         ),
     ]
     if isinstance(found, Bundle):

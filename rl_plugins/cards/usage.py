@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plugins.cards.catalog import HOSTS, OURS, Card, example_of, indexed, parts_of
+from rl_plugins.cards.catalog import HOSTS, MODES, OURS, Card, example_of, indexed, modes_of, parts_of
 from rl_plugins.core.method import Bundle, Method
 from rl_plugins.kit.masked import MASKED_OPTIONS
 from rl_plugins.runtime import registry
@@ -131,6 +131,13 @@ class Usage:
             for key, value in values.items()
         ]
 
+    def python_of_async(self) -> str:
+        """Arguments of the config of TRL's asynchronous trainer with methods."""
+        words = [f"methods={list(self.methods)!r}", "token_budget=0"]
+        if self.params:
+            words.append(f"method_params={self.to_copy!r}")
+        return f"AsyncGRPOConfig({', '.join(words)})"
+
     def command(self) -> str:
         """The whole command of a run of verl, an override a line."""
         return " \\\n  ".join(["python -m verl.trainer.main_ppo", *self.overrides()])
@@ -142,6 +149,25 @@ def line_of(card: Card, host: str) -> str:
         return str(known["use"][host])
     usage = usage_of(card.found, paper=False)
     return usage.flags() if host == "trl" else " ".join(usage.overrides(base=False))
+
+
+def asynchronous_lines(found: type[Method] | Bundle) -> dict[str, str]:
+    """Host -> what to write in an asynchronous run, of a name that needs rollouts of an older policy: `line_of` gets them
+    by several updates on a batch."""
+    parts = parts_of(found)
+    if not _reuses_batches([example_of(cls) for cls in parts]):
+        return {}
+    modes = set.intersection(*(set(modes_of(cls)) for cls in parts))
+    usage = usage_of(found, paper=False, asynchronous=True)
+    lines = {"trl": f"rl_plugins.trl.asynchronous.{usage.python_of_async()}"}
+    lines["verl"] = " ".join(usage.overrides(base=False))
+    return {host: lines[host] for host, mode in zip(lines, MODES, strict=True) if mode in modes}
+
+
+def _reuses_batches(made: Sequence[Method]) -> bool:
+    """Whether rollouts of an older policy are needed, and none of these methods makes rollouts wait."""
+    needed = any("off_policy" in m.needs for m in made)
+    return needed and not any("admit" in m.claims() or "off_policy" in m.brings for m in made)
 
 
 @dataclass(frozen=True)
@@ -180,11 +206,12 @@ def needs_of_run(card: Card) -> Needs:
     return Needs(usage.needs, usage.notes)
 
 
-def usage_of(found: type[Method] | Bundle, paper: bool = True) -> Usage:
+def usage_of(found: type[Method] | Bundle, paper: bool = True, asynchronous: bool = False) -> Usage:
     """A config in which this method or bundle takes effect.
 
     Args:
         paper: with the host options of the paper; False: only what it cannot do without.
+        asynchronous: for a run whose rollouts are stale anyway.
     """
     parts = parts_of(found)
     helpers = [cls for name in _needed_beside(parts) for cls in parts_of(registry.load(name))]
@@ -192,14 +219,14 @@ def usage_of(found: type[Method] | Bundle, paper: bool = True) -> Usage:
     made = [example_of(cls) for cls in everything]
     options: dict[str, dict[str, Any]] = {host: {} for host in HOSTS}
     signals = {signal.partition(":")[0] for m in made for signal in m.needs}
-    if any("admit" in m.claims() or "off_policy" in m.brings for m in made):
+    if not _reuses_batches(made):
         signals.discard("off_policy")
     for signal in sorted(signals & set(_FOR_SIGNAL)):
         for host, values in _FOR_SIGNAL[signal].items():
             options[host].update(values)
     if paper:
         options["verl"]["actor_rollout_ref.rollout.n"] = VERL_BASE["actor_rollout_ref.rollout.n"]
-    if any("admit" in m.claims() for m in made):
+    if asynchronous or any("admit" in m.claims() for m in made):
         options["verl"]["trainer.v1.trainer_mode"] = "rl_plugins_colocate_async"
     set_by_methods = {(host, option) for m in made for host, values in m.host_options.items() for option in values}
     for host, settings in card_file(found).paper_settings.items() if paper else ():

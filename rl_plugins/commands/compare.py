@@ -57,6 +57,8 @@ def compare(
     """Compare methods with a baseline on your own run, under one budget, with intervals.
 
     \b
+    The methods given here take the place of those of the run, whose other values stay, parameters of methods included.
+
     A run of TRL, by its config; further options go to `trl grpo`:
       rl-plugins compare run.yaml vade mc_grpo --learning_rate 1e-6
 

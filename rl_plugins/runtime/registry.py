@@ -66,7 +66,8 @@ def parse_methods(value: Any) -> list[str]:
     items: list[Any] = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [None]
     if isinstance(value, Mapping) or not all(isinstance(i, str) for i in items):
         raise ConfigError(
-            f"`methods` is {shown(value)}; it must be a list of method names, e.g. [vade, mc_grpo]."
+            f"`methods` is {shown(value)}; it must be a list of method names, e.g. [vade, mc_grpo]. A class gets a "
+            f"name by an entry point, which `rl-plugins new` writes."
             + _written_apart([value] if isinstance(value, Mapping) else items)
         )
     names = [part.strip() for item in items for part in re.split(r"[,\s]+", item.strip().strip("[]")) if part.strip()]

@@ -96,7 +96,7 @@ name = "{dashed}"
 version = "0.1.0"
 description = "The method {name} for rl-plugins."
 requires-python = ">=3.11"
-dependencies = ["rl-plugins>=0.1"]
+dependencies = []  # rl-plugins is on no package index yet; name it here when it is
 
 # This makes `methods: [{name}]` work wherever the package is installed.
 [project.entry-points."rl_plugins.methods"]
@@ -123,6 +123,9 @@ The method `{name}` for rl-plugins. It changes: {hooks}. In an environment that 
     pytest
     rl-plugins trl grpo --config run.yaml --methods {name}
 
+Others install rl-plugins from its repository first, then this package: from its folder, its wheel or its git address.
+For verl both must be on every node.
+
 What to do with this start:
 
 1. In `src/{module}/__init__.py`, put your update rule into the docstring and your formula into the hook. Take out the
@@ -132,8 +135,8 @@ What to do with this start:
    `rl-plugins check {module}:{cls}` does the same.
 4. In `tests/`, compare with numbers that you know: a plain loop, a paper's table, the authors' code.
 
-The guides of rl-plugins (docs/guides in its repository) have an example of each hook. docs/reference.md has the
-signatures: hooks, fields of `Rollouts`, statistics of groups, functions for tests.
+In the clone of rl-plugins, docs/guides/methods.md has an example of each hook, and docs/reference.md the signatures:
+hooks, fields of `Rollouts`, statistics of groups, functions for tests.
 """
 
 _CARD = """\

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -53,6 +54,7 @@ def compare_trl(
     host = Trl(config.read_text(), tuple(extra), _masked(variants, values, extra))
     notes = _notes(variants, host.sets, held_out, "eval_strategy and a test split") + options.notes
     params = _params(variants, parse_method_params(values.get("method_params")), method_params)
+    notes += _given(params, extra)
     if cube:
         cube.check(options.baseline, params)
     comparison = make_plan(host, variants, options.seeds, options.out, params, notes, shlex.split(launcher))
@@ -91,6 +93,12 @@ def _params(
     return {n: {**of_config.get(n, {}), **ours.get(n, {})} for n in [*of_config, *ours] if n in named or n in ours}
 
 
+def _given(params: Mapping[str, Any], extra: Sequence[str]) -> list[str]:
+    """What two reports of the same methods and config may differ in."""
+    told = {"Parameters of methods": json.dumps(params) if params else "", "Options of this command": shlex.join(extra)}
+    return [f"{what}: `{text}`." for what, text in told.items() if text]
+
+
 def compare_verl(
     words: Sequence[str],
     options: RunOptions,
@@ -119,6 +127,7 @@ def compare_verl(
             f"All variants train {parts} (rl_plugins.rewards), in place of the `score` of the reward function."
         )
     params = _params(variants, host.method_params, method_params)
+    notes += _given(params, [])
     if cube:
         cube.check(options.baseline, params)
     comparison = make_plan(host, variants, options.seeds, options.out, params, notes)
