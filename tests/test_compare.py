@@ -458,6 +458,8 @@ def test_parameters_of_the_config_reach_their_variants(tmp_path):
     grpo, vade, mc_grpo = (line for line in text.splitlines() if "(to run)" in line)
     assert " --method_params '{}'" in grpo and " --method_params '{}'" in vade
     assert """ --method_params '{"mc_grpo": {"mad_eps": 0.5, "advantage_clip": 3.0}}'""" in mc_grpo
+    told = " ".join(text.split())  # in the report, too
+    assert """Parameters of methods: `{"mc_grpo": {"mad_eps": 0.5, "advantage_clip": 3.0}""" in told
     option = "--method_params={mc_grpo: {mad_eps: 0.25}}"  # TRL's spelling, behind the methods
     last = dry(tmp_path, config, "mc_grpo", option).splitlines()[-1]
     assert last.count("--method_params") == 1 and '{"mad_eps": 0.25, "advantage_clip": 1.0}' in last

@@ -219,7 +219,7 @@ def usage_of(found: type[Method] | Bundle, paper: bool = True, asynchronous: boo
     made = [example_of(cls) for cls in everything]
     options: dict[str, dict[str, Any]] = {host: {} for host in HOSTS}
     signals = {signal.partition(":")[0] for m in made for signal in m.needs}
-    if not _reuses_batches(made):
+    if asynchronous or not _reuses_batches(made):
         signals.discard("off_policy")
     for signal in sorted(signals & set(_FOR_SIGNAL)):
         for host, values in _FOR_SIGNAL[signal].items():
