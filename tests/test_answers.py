@@ -26,8 +26,8 @@ OPTIONS = {one.name: one for one in ANSWERS if one.kind == "option"}
 
 @pytest.mark.host
 def test_lines_of_trl_build_its_config_or_run(tmp_path):
-    """Keys of a config are taken by `GRPOConfig`, `ModelConfig` or the asynchronous trainer's; Python is executed, and a
-    trainer takes what it is given. Where rollouts are stale, a key that only one of both trainers has names it."""
+    """Keys of a config are taken by `GRPOConfig`, `ModelConfig` or the asynchronous trainer's; Python is executed, and
+    a trainer takes what it is given. Where rollouts are stale, a key that only one of both trainers has names it."""
     import inspect
     from dataclasses import fields
 

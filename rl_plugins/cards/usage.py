@@ -152,8 +152,8 @@ def line_of(card: Card, host: str) -> str:
 
 
 def asynchronous_lines(found: type[Method] | Bundle) -> dict[str, str]:
-    """Host -> what to write in an asynchronous run, of a name that needs rollouts of an older policy: `line_of` gets them
-    by several updates on a batch."""
+    """Host -> what to write in an asynchronous run, of a name that needs rollouts of an older policy. `line_of` gets
+    them by several updates on a batch."""
     parts = parts_of(found)
     if not _reuses_batches([example_of(cls) for cls in parts]):
         return {}
