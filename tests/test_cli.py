@@ -998,6 +998,8 @@ def test_doctor_shows_what_a_script_would_do(script):
     assert (found["prompts"], found["rows trained"]) == ("4", "16 of 16")
     assert found["whole run"] == "3 optimizer steps, 3 generation batches"
     assert text.endswith("No problem found.\n") and before == (sys.path, sys.argv)
+    text = rl_plugins("doctor", "--script", script("trl", methods=["gdpo"], method_params=None), "--", "3", status=1)
+    assert "Import GRPOConfig and GRPOTrainer from rl_plugins.trl" in text
     text = rl_plugins("doctor", "--script", script("trl", methods=None, method_params=None), "--", "3")
     assert "the run is TRL's own" in text and "it went on" not in text
 

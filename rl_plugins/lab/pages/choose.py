@@ -212,21 +212,22 @@ def _tried_first(key: str, found: Sequence[Card]) -> str:
     others = [answer for answer in _others(key) if answer.kind in ("option", "tool")]
     ordered = in_order(used, others)
     if not ordered:
-        return "no method was seen to help in our runs"
+        return "nothing was seen to help in our runs"
     first = ordered[0]
     if isinstance(first, Card):
         return "; ".join(_tried(card) for card in used[:2] if card.promise == first.promise)
     if first.kind == "tool":
         return f"`{next(iter(first.use.values()))}`"
     hosts = " and ".join(_HOST[host] for host in first.use)
-    return f"before any method, an option of {hosts}: {first.does[0].lower()}{first.does[1:]}"
+    does = re.split(r" \(|[,;:]", first.does)[0]
+    return f"option of {hosts}: {does[0].lower()}{does[1:]}"
 
 
 def _tried(card: Card) -> str:
     """A method, what it helped, and the strongest of what speaks against it, without figures."""
     link = _link(card).replace("methods.md", "docs/methods.md")
     if not card.standing.helped:
-        return f"{link} (no claim helped, its gradients are better in places)"
+        return f"{link} (better gradients in places)"
     helped, *against = (
         re.split(r" \(share\)| in `|, [-+]?\d", text)[0]
         for text in (*card.standing.helped[:1], *card.standing.against[:1])

@@ -6,10 +6,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,15 @@ def _trainer_of(script: Path, words: Sequence[str]) -> Any:
             runpy.run_path(str(script), run_name="__main__")
         except _AtTrain as reached:
             return reached.trainer
+        except TypeError as e:
+            ours = {f.name for f in fields(GRPOConfig)} - {f.name for f in fields(trl.GRPOConfig)}
+            word = re.search(r"unexpected keyword argument '(\w+)'", str(e))
+            if word is None or word[1] not in ours:
+                raise
+            raise ConfigError(
+                f"{script} gives `{word[1]}` to a config of TRL's own, which does not know it. Import GRPOConfig and "
+                f"GRPOTrainer from rl_plugins.trl instead of trl."
+            ) from None
     raise ConfigError(
         f"{script} came to its end and called no `train()` of a trainer of TRL. Give the script that trains."
     )
