@@ -6,7 +6,7 @@
 #   bash examples/verl/laptop.sh vade --dry-run     what would take effect; starts nothing
 #
 # Environment: OUT (folder for results, default verl-laptop), STEPS (default 40), PYTHON (default python). Take 3 STEPS or
-# more: the warm-up of the learning rate begins at 0, so the first optimizer step changes nothing.
+# more: the warm-up of the learning rate begins at 0, so the first batch changes nothing.
 # What follows `--` goes to verl as it is: bash examples/verl/laptop.sh vade -- data.seed=2
 #
 # Set for you, printed at the start, and replaced by an override of yours after `--`:
@@ -17,7 +17,8 @@
 #   actor_rollout_ref.actor.ppo_epochs=2        with methods that correct for off-policy updates
 # OUT/overrides.txt has all overrides, also those that a CPU needs (docs/verl_cpu.md).
 #
-# To resume: save with `-- trainer.save_freq=10`, then start again with `-- trainer.save_freq=10 trainer.resume_mode=auto`.
+# To resume: save with `-- trainer.save_freq=10`, then start again for more steps, with the same methods:
+#   STEPS=60 bash examples/verl/laptop.sh vade -- trainer.save_freq=10 trainer.resume_mode=auto
 # OUT/metrics.jsonl is of the last start; those of the starts before are kept as metrics-1.jsonl, metrics-2.jsonl.
 set -euo pipefail
 

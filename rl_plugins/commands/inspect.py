@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,7 +59,8 @@ def inspect(
     from rl_plugins.lab.viewer.terminal import print_batch, print_group, print_pair, print_pairs, print_run
     from rl_plugins.runtime.bars import tracked
 
-    trace, console = TraceFolder(run, last), Console(highlight=False)
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160  # in a file or a pipe rich takes 80
+    trace, console = TraceFolder(run, last), Console(highlight=False, width=wide)
     other = TraceFolder(compare, last) if compare is not None else None
     second = None if other is None or other.path == trace.path else other
     if html is not None:

@@ -306,7 +306,8 @@ def _print_run(overrides: Sequence[str]) -> list[str]:
             problems += str(e).splitlines()
         print(f"\n{start.describe(stack, options, config)}")
     elif settings is None or not settings.methods:
-        print("\nNo methods are named: the run is verl's own.")
+        whose = "verl's own" if settings is None else "GRPO with the weights of rl_plugins.rewards, if it names any"
+        print(f"\nNo methods are named: the run is {whose}.")
     run.problems += host_config.problems(run.read, Path(verl_folder()))
     if settings is None and run.read("trainer.use_v1", True) and (unknown := start.unknown_mode(config)):
         run.problems.append(unknown)
@@ -378,7 +379,8 @@ def _describe(run: _Examined, settings: Settings | None) -> Iterator[tuple[str, 
     read = run.read
     named = read("trainer.v1.trainer_mode")
     legacy = read("trainer.use_v1", True) is False
-    whose = "with methods" if named in MODES and not legacy else "verl's own"
+    ours = "with methods" if settings and settings.methods else "of rl-plugins, without methods"
+    whose = ours if named in MODES and not legacy else "verl's own"
     yield "trainer", f"{'the legacy trainer (trainer.use_v1=False)' if legacy else named}: {_mode(read)}, {whose}"
     nodes, per_node = read("trainer.nnodes"), read("trainer.n_gpus_per_node")
     rollout = "" if read.mode != "separate_async" else (
@@ -485,6 +487,8 @@ def _policy(read: capabilities.Reader, steps: int, batches: int) -> str:
         text = "every batch is used for one optimizer step"
     if batches > 1:
         text += f"; the engine gets new weights every {batches} batches"
+    if read.mode != "sync":
+        text += "; sampled by older weights, from the second batch on"
     return text + "; sampled by an engine whose log-probs differ slightly"
 
 
