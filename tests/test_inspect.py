@@ -89,6 +89,18 @@ def test_every_method_has_a_line_of_what_it_did(run: Path) -> None:
     assert "ranks: changed the advantage of" in shown and "shapes: changed the advantage of" in shown
 
 
+def test_a_change_is_counted_from_the_method_before(tmp_path: Path) -> None:
+    """Two methods that change rewards, then two that change advantages, one after the other."""
+    rewarded = [{"method": "one", "reward": 2.0}, {"method": "two", "reward": 2.5}]
+    stages = [("host", 1.0), ("one.advantages", 5.0), ("two.shape", 4.75)]
+    advantages = [{"stage": stage, "advantage": a, "tokens": None} for stage, a in stages]
+    row = a_row(0, 0, [1], raw_reward=1.0, rewarded=rewarded, reward=2.5, grpo=1.0, advantages=advantages)
+    write_batch(tmp_path, 0, [row])
+    shown = " ".join(invoke(str(tmp_path), "--batch", "0").output.split())
+    assert "one: changed the reward of 1 row, by up to 1; changed the advantage of 1 row, by up to 4" in shown
+    assert "two: changed the reward of 1 row, by up to 0.5; changed the advantage of 1 row, by up to 0.25" in shown
+
+
 def test_chosen_prompts_and_losses_say_why(tmp_path: Path) -> None:
     """The choice of an earlier batch, of a method without a note, of a plan; weights in the loss of the batch's own
     updates; the host's step beside the batch."""
