@@ -99,8 +99,8 @@ def print_problems(problems: Sequence[str], packages: Sequence[str]) -> int:
     return 1
 
 
-def per_prompt(rows: Sequence[Any]) -> str:
-    """ "9 (8 trained, 1 made to leave)", or ranges where prompts differ."""
+def per_prompt(rows: Sequence[Any], rounds: bool = False) -> str:
+    """ "9 (8 trained, 1 made to leave)", or ranges where prompts differ. In rounds a method may train spare ones."""
     trained: dict[int, int] = {}
     spare: dict[int, int] = {}
     for r in rows:
@@ -109,6 +109,8 @@ def per_prompt(rows: Sequence[Any]) -> str:
     made = [trained[g] + spare[g] for g in trained]
     if not any(spare.values()):
         return _range(made)
+    if rounds:
+        return f"{_range(made)} (at least {_range(trained.values())} trained)"
     return f"{_range(made)} ({_range(trained.values())} trained, {_range(spare.values())} made to leave)"
 
 
@@ -129,12 +131,13 @@ def plan_lines(stack: MethodStack, plan: Plan, rows: int, prompts: str) -> Itera
     missing = rows - plan.trained
     left = "; later rounds may fill it" if rounds else f"; {missing} stay empty" if missing else ""
     yield "prompts", prompts
-    yield "rollouts", f"{per_prompt(plan.rows)} per prompt{first}"
+    most = min(rows, plan.generated) if rounds else plan.trained  # spare ones, too, if a method takes them
+    yield "rollouts", f"{per_prompt(plan.rows, rounds)} per prompt{first}"
     yield "rows generated", f"{plan.generated}{first}"
-    yield "rows trained", f"{plan.trained} of {rows}{first}{left}"
+    yield "rows trained", f"{_range((plan.trained, most))} of {rows}{first}{left}"
     if stack.methods:
-        most = stack.max_unrewarded_batches
-        skipped = f"{most} in a row are skipped, one more ends the run" if most else "the first ends the run"
+        n = stack.max_unrewarded_batches
+        skipped = f"{n} in a row are skipped, one more ends the run" if n else "the first ends the run"
         yield "without a reward", f"batches: {skipped} (max_unrewarded_batches)"
     agents = [m.name for m in stack.claims["rollout"] if getattr(m.params, "environment", None)]
     if agents:

@@ -575,5 +575,7 @@ def test_doctor_prints_what_the_references_cost() -> None:
     host = Host(dots())
     plan = first_plan(host.stack, list(range(GROUPS)), SIZE, GROUPS * SIZE, D)
     lines = dict(plan_lines(host.stack, plan, GROUPS * SIZE, "4"))
-    assert lines["rollouts"] == "3 (0 trained, 3 made to leave) per prompt in the first round"
+    assert lines["rollouts"] == "3 (at least 0 trained) per prompt in the first round"
     assert lines["rows generated"] == f"{8 * SIZE} in the first round"
+    most = min(8, GROUPS) * SIZE
+    assert lines["rows trained"] == f"0 to {most} of {GROUPS * SIZE} in the first round; later rounds may fill it"
