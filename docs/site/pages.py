@@ -35,7 +35,7 @@ EVIDENCE = ROOT / "examples" / "evidence"
 
 # Navigation: heading -> pages in this order. A page of docs/ that is named nowhere is added to the last but one.
 NAVIGATION = {
-    "Start": ["readme", "choose", "faq", "probe", "compare", "real", "examples"],
+    "Start": ["readme", "install", "choose", "faq", "probe", "compare", "real", "examples"],
     "Hosts": ["trl", "verl", "verl_cpu", "diffusion", "masked_diffusion"],
     "Guides": ["guides/index", "guides/rewards", "guides/environment", "guides/methods", "guides/rollout", "guides/*"],
     "Methods": ["methods", "papers", "open_questions"],

@@ -17,7 +17,7 @@ from rl_plugins.core.files import claim
 def bench(
     methods: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[METHOD...]", help="Variants: `mc_grpo`, `vade+mc_grpo`.", show_default=False),
+        typer.Argument(metavar="[METHOD...]", help="Variants: `vade`, `vade+minpro`.", show_default=False),
     ] = None,
     task: Annotated[list[str] | None, typer.Option(help="Task; may be repeated.")] = None,
     host: TrainedIn = HostName.trl,
@@ -51,20 +51,20 @@ def bench(
 
     \b
     The claims of a method with their controls, and its neutral task:
-      rl-plugins bench mc_grpo
+      rl-plugins bench vade
 
     \b
     Two methods and both together over the values of a setting, with four seeds:
-      rl-plugins bench mc_grpo gdpo mc_grpo+gdpo --setting noise --seeds 4
+      rl-plugins bench vade gdpo vade+gdpo --setting noise --seeds 4
 
     \b
     What each of three methods brings, and the best stack of them:
-      rl-plugins bench vade mc_grpo minpro --task staleness=3 --attribute
-      rl-plugins bench vade mc_grpo minpro --task staleness=3 --stack
+      rl-plugins bench vade gdpo minpro --task staleness=3 --attribute
+      rl-plugins bench vade gdpo minpro --task staleness=3 --stack
 
     \b
     Whether verl agrees, after the same variants were run in TRL (minutes per run):
-      rl-plugins bench mc_grpo --task neutral --host verl --seeds 3
+      rl-plugins bench vade --task neutral --host verl --seeds 3
 
     \b
     How good the gradients of two methods are, beside GRPO's, in seconds (docs/quality.md):

@@ -27,7 +27,7 @@ def compare(
         list[str],
         typer.Argument(
             metavar="CONFIG METHOD... | METHOD... -- OVERRIDES...",
-            help="Methods (`vade+mc_grpo` is one variant with both) and your run.",
+            help="Methods (`vade+minpro` is one variant with both) and your run.",
             show_default=False,
         ),
     ],
@@ -60,11 +60,11 @@ def compare(
     The methods given here take the place of those of the run, whose other values stay, parameters of methods included.
 
     A run of TRL, by its config; further options go to `trl grpo`:
-      rl-plugins compare run.yaml vade mc_grpo --learning_rate 1e-6
+      rl-plugins compare run.yaml vade minpro --learning_rate 1e-6
 
     \b
     A run of verl, by its overrides or by the whole command:
-      rl-plugins compare --host verl vade mc_grpo -- data.train_batch_size=64 trainer.test_freq=20 ...
+      rl-plugins compare --host verl vade minpro -- data.train_batch_size=64 trainer.test_freq=20 ...
     """
     from rl_plugins.lab.compare.comparison import RunOptions
     from rl_plugins.lab.compare.user_runs import compare_trl, compare_verl

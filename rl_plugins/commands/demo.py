@@ -23,7 +23,7 @@ from rl_plugins.core.errors import ConfigError
 
 def demo(
     methods: Annotated[
-        list[str] | None, typer.Argument(help="Methods; `vade+mc_grpo` is one variant with both.")
+        list[str] | None, typer.Argument(help="Methods; `vade+minpro` is one variant with both.")
     ] = None,
     host: TrainedIn = HostName.trl,
     vs: Baseline = "grpo",

@@ -45,7 +45,7 @@ def doctor(
 
     \b
     A run of TRL:
-      rl-plugins doctor --config run.yaml --methods vade mc_grpo
+      rl-plugins doctor --config run.yaml --methods vade minpro
 
     \b
     A script of TRL, by the trainer it makes:

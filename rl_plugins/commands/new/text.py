@@ -150,7 +150,7 @@ cost = ""  # what it costs: more rollouts, another model, memory
 # disagreements = ["The paper divides by the group's size, the code by the batch's: `per_group`."]
 
 # A method that makes sense together with this one, and why:
-# goes_with = {{ mc_grpo = "both keep small groups stable" }}
+# goes_with = {{ vade = "it chooses the prompts whose rewards this method then compares" }}
 
 # What the numbers are that the method logs:
 # logs = {{ mean_reward = "reward of the batches so far" }}

@@ -42,7 +42,8 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/quality.md": lambda text: renewed(text, "worlds", quality.worlds()),
     "docs/open_questions.md": lambda _: open_questions.page(),
     "docs/reference.md": lambda _: short_page(),
-    "README.md": lambda text: versions.readme(choose.readme(text)),
+    "docs/install.md": versions.install,
+    "README.md": choose.readme,
 }
 
 # A written page -> the page of the site, which shows more.

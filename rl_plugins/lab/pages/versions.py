@@ -1,4 +1,4 @@
-"""The table of versions in README.md: those that pyproject.toml allows, and those the tests passed with."""
+"""The table of versions in docs/install.md: those that pyproject.toml allows, and those the tests passed with."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rl_plugins.runtime.tested import records, wanted
 COLUMNS = ("trl", "verl", "diffusers", "transformers", "torch", "numpy", "python")
 
 
-def readme(text: str) -> str:
-    """`README.md` with its table renewed.
+def install(text: str) -> str:
+    """`docs/install.md` with its table renewed.
 
     Raises:
         ConfigError: the marks around the table are missing.
