@@ -40,7 +40,7 @@ NAVIGATION = {
     "Guides": ["guides/index", "guides/rewards", "guides/environment", "guides/methods", "guides/rollout", "guides/*"],
     "Methods": ["methods", "papers", "open_questions"],
     "What was measured": ["evidence", "bench", "quality", "benchmarks"],
-    "Tools": ["inspect", "audit", "fusion", "heads", "supervised", "disaggregated"],
+    "Tools": ["inspect", "trace", "audit", "fusion", "heads", "supervised", "disaggregated"],
     "In depth": ["rollouts", "samplers", "staleness", "agents_safety", "architecture", "map", "reference"],
     "Project": ["patches/index", "contributing", "changelog"],
 }

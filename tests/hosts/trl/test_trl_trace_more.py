@@ -1,4 +1,4 @@
-"""The trace of TRL's trainers in use: questions of docs/inspect.md, masked diffusion models, no secrets, refusals."""
+"""The trace of TRL's trainers in use: questions of docs/trace.md, masked diffusion models, no secrets, refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rl_plugins.trl.asynchronous import AsyncGRPOConfig
 from rl_plugins.trl.generation import batches as module
 
 pytestmark = pytest.mark.host
-DOCS = Path(__file__).parents[3] / "docs" / "inspect.md"
+DOCS = Path(__file__).parents[3] / "docs" / "trace.md"
 
 
 def zero_or_one(completion_ids: Any = None, **kwargs: Any) -> list[float]:
