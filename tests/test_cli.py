@@ -137,7 +137,7 @@ def test_json_of_info():
     for name in ("vade", "mdlm", "otr", "overlong_buffer", "audit"):
         told = json.loads(rl_plugins("info", name, "--json"))
         assert told.pop("name") == name
-        printed = rl_plugins("info", name)
+        printed = rl_plugins("info", name, "--all")
         for title, text in told.items():
             assert f"\n{title}\n" in printed and text.splitlines()[0] in printed, title
 
@@ -216,11 +216,15 @@ def test_list_for_programs(plugins):
 @pytest.mark.parametrize("name", registry.all_names())
 def test_info_of_every_method_can_be_followed(name):
     """The lines it tells to write into a config and onto the command line are accepted and mean the same."""
-    text = rl_plugins("info", name)
-    screen = text[: text.index("\nWhat\n")]
-    assert sum(len(textwrap.wrap(line, 120)) or 1 for line in screen.splitlines()) <= 40
+    text, screen = rl_plugins("info", name, "--all"), rl_plugins("info", name)
+    assert sum(len(textwrap.wrap(line, 120)) or 1 for line in screen.splitlines()) <= 60
+    assert len(screen.split()) <= 330
     found = registry.load(name)
-    assert f"{catalog.card_of(found).standing.word}.\n  for: " in screen and "  against: " in screen
+    assert f"\n  {catalog.card_of(found).standing.word}: " in screen
+    for title, line in zip(("TRL", "verl"), ("rl-plugins trl ", "+rl_plugins.methods="), strict=True):
+        assert (title.lower() in catalog.card_of(found).hosts) == bool(
+            re.search(rf"^  {title}: .*{re.escape(line)}", screen, re.M)
+        )
     assert "rl_plugins.lab.demo" not in screen + text[text.index("\nHow to use\n") : text.index("\nSource\n")]
     example = {key: value for one in usage_of(found).params.values() for key, value in one.items()}
     text = re.sub(r"your_module:(\w+)", lambda own: example[own[1]], text)
@@ -249,7 +253,7 @@ def test_what_a_card_says_of_the_source():
     """Where the paper itself was not read in full the card says so, and none denies the code that it links to."""
     for name in registry.all_names():
         found = registry.load(name)
-        text = re.sub(r"\s+", " ", rl_plugins("info", name))
+        text = re.sub(r"\s+", " ", rl_plugins("info", name, "--all"))
         if not isinstance(found, Bundle) and found.fidelity in ("paper", "abstract"):
             assert re.search(r"(was|were) read through|What was read", text), name
         code = card_file(found).paper.code
@@ -315,22 +319,55 @@ def test_what_is_no_bibtex(wrong):
 
 
 def test_info_shows_parameters_with_range_and_help_options_and_differences():
-    text = rl_plugins("info", "mc_grpo")
+    text = rl_plugins("info", "mc_grpo", "--all")
     assert "mad_eps = 0.001   (float, > 0)\n      constant added to the divisor" in text
     assert "'mad' | 'none' | 'std'" in text and "- The GSM8K trainer of the authors" in text
     assert "plan, advantages, shape (hosts: trl, verl, diffusion)" in text
-    text = rl_plugins("info", "gdpo")
+    text = rl_plugins("info", "gdpo", "--all")
     assert "- trl: multi_objective_aggregation = 'sum_then_normalize'" in text
     assert "- two or more reward functions" in text
 
 
 def test_info_of_a_bundle_and_of_a_method_nobody_serves(plugins, monkeypatch):
-    text = rl_plugins("info", "dummy_both")
+    text = rl_plugins("info", "dummy_both", "--all")
     assert "dummy_scale (factor = 3.0)\n    dummy_shift\n" in text
     assert "methods: [dummy_both]\n" in text
     monkeypatch.setattr(catalog, "HOSTS", {"trl": catalog.ServedByHost(hooks={"shape"})})
     assert catalog.hosts_of(registry.load("dummy_scale")) == []
     assert "advantages (hosts: none yet)" in info(registry.load("dummy_scale"))
+
+
+def test_info_of_a_method_nobody_measured_claims_nothing(plugins):
+    for words in ((), ("--all",)):
+        text = rl_plugins("info", "dummy_scale", *words)
+        assert "  against:" not in text and "measured" in text
+
+
+@pytest.mark.parametrize(
+    ("names", "hosts", "leave"),
+    [
+        (("vade", "linear_ts"), [], ""),
+        (("gdpo", "mc_grpo", "vade"), [], "mc_grpo"),
+        (("vade", "gdpo"), ["trl", "verl"], ""),
+        (("v0_5", "xrpo_seeds"), ["trl", "verl"], ""),  # with a parameter that is not the default
+        (("mdlm", "vade"), ["trl"], ""),
+        (("cj_grpo", "branch_rollout"), [], "branch_rollout"),
+        (("adhint", "adhint_rollouts"), [], "adhint_rollouts"),
+    ],
+)
+def test_info_of_several_names_says_whether_they_go_together(names, hosts, leave):
+    told = json.loads(rl_plugins("info", *names, "--json"))
+    assert told["hosts"] == hosts and tuple(told["names"]) == names
+    text = rl_plugins("info", *names)
+    assert ("\nLeave out\n" in text) == (not hosts) and f"\nLeave out\n  {leave}" in text + "\nLeave out\n  "
+    if hosts:
+        params = re.search(r"method_params: (.*)", text)
+        assert build_stack(list(names), catalog_params(names) | json.loads(params[1] if params else "{}")).names
+
+
+def catalog_params(names):
+    cards = [card_file(part) for name in names for part in catalog.card_of(registry.load(name)).parts]
+    return {file.name: dict(file.example_params) for file in cards if file.example_params}
 
 
 def test_hosts_are_those_whose_check_a_method_can_pass():
@@ -484,7 +521,7 @@ def test_a_new_package_with_all_hooks_passes_its_tests_and_installs(tmp_path):
     assert installed.returncode == 0, installed.stderr
     lint = process("-m", "ruff", "check", "--isolated", "--select", "E,F,I", "--line-length", "120", cwd=folder)
     assert lint.returncode == 0, lint.stdout
-    listed = process("-m", "rl_plugins.commands.cli", "info", "my_method", path=tmp_path / "site")
+    listed = process("-m", "rl_plugins.commands.cli", "info", "my_method", "--all", path=tmp_path / "site")
     assert listed.returncode == 0 and "negative_weight = 0.5   (float, >= 0)" in listed.stdout, listed.stderr
     checked = process("-m", "rl_plugins.commands.cli", "check", "my_method", path=tmp_path / "site")
     assert checked.returncode == 0 and "keeps the contract" in checked.stdout, checked.stdout
@@ -831,6 +868,7 @@ def test_doctor_shows_what_batches_come_to(run):
     found = values(rl_plugins("trl", "grpo", "--config", config, "--dry-run"))
     assert found["rows generated"] == "8 in the first round"
     assert found["rows trained"] == "8 of 16 in the first round; later rounds may fill it"
+    assert re.findall(r"[\d.]+", found["rounds"]) == ["6", "16", "1"], "k_max = 16 by 3, in the rows of the batch"
     params = {"brorl": {"ramp": [[1, 8]]}}
     found = values(rl_plugins("doctor", "--config", run(methods=["brorl"], method_params=params)))
     assert (found["prompts"], found["rollouts"]) == ("4", "4 per prompt")

@@ -227,6 +227,12 @@ class Card:
         return measured_of(self.name, self.parts)
 
     @property
+    def goes_with(self) -> Mapping[str, str]:
+        """Method -> why the two make sense together; of one to be skipped it says so."""
+        skip = {n for n in self.file.goes_with if (e := indexed(n)) and _standing(n, e["entry"]).word == "skip"}
+        return {n: f"(skip) {why}" if n in skip else why for n, why in self.file.goes_with.items()}
+
+    @property
     def use_when(self) -> str:
         return self.file.about if self.entry.kind == "bundle" else self.file.use_when
 
@@ -256,7 +262,7 @@ class Card:
     @property
     def bad(self) -> str:
         """What speaks against it."""
-        return self.standing.bad or "no loss was measured"
+        return self.standing.bad or ("no loss was measured" if self.seen else "")
 
     @property
     def rank(self) -> tuple[bool, int, str]:
@@ -268,6 +274,11 @@ class Card:
 def card_of(found: type[Method] | Bundle, vetoed: Collection[str] = ()) -> Card:
     """The card of a loaded method or bundle."""
     return Card(entry_of(found, "", vetoed), lambda: found)
+
+
+def _standing(name: str, entry: Mapping[str, Any]) -> Standing:
+    """Of a built-in name, by its entry in the index."""
+    return standing_of(name, tuple(entry["hooks"]) if entry["kind"] == "bundle" else (name,))
 
 
 def _of_each(texts: Mapping[str, str]) -> str:

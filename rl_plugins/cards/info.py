@@ -1,4 +1,4 @@
-"""`rl-plugins info`: first what decides whether to use a method or bundle, then everything about it; as text."""
+"""`rl-plugins info`: one screen of a method or another answer, or everything about it; several names together."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from rl_plugins.cards import screen, together
 from rl_plugins.cards.catalog import (
     FIDELITY,
     Card,
@@ -35,24 +36,47 @@ from rl_plugins.runtime.card_file import CardFile, Paper, card_file
 from rl_plugins.tools import supervised
 
 Sections = list[tuple[str, str]]
-FEW = 6  # lines against a method on the first screen
+FEW = 6  # lines against a method
+ALL = "update rule, all measurements, logs, paper and code, sources, citation"
 
 
-def print_info(name: str, as_json: bool = False) -> None:
-    """Everything about a method, bundle, supervised loss, or other answer that `suggest` names; as JSON: its name, and
-    each section as a text.
+def print_info(name: str, as_json: bool = False, everything: bool = True) -> None:
+    """A method, bundle, supervised loss, or other answer that `suggest` names; as JSON: its name, and each section as a
+    text, always all of them.
+
+    Args:
+        everything: False: one screen.
 
     Raises:
         ConfigError: no such name, or it cannot be used.
     """
     other = next((answer for answer in ANSWERS if answer.name == name), None)
+    whole = everything or as_json
     if name in supervised.LOSSES:
         head, sections = _of_loss(supervised.card_of(name))
+        sections = sections if whole else screen.of_loss(sections)
     elif other and name not in registry.all_names():
         head, sections = _of_other(other)
+        whole = True
     else:
-        head, sections = _of_method(registry.load(name))
-    print(json.dumps({"name": name, **dict(sections)}, indent=2) if as_json else _page(head, sections))
+        found = registry.load(name)
+        head, sections = _of_method(found) if whole else screen.screen(found, excludes(card_of(found)))
+    if as_json:
+        print(json.dumps({"name": name, **dict(sections)}, indent=2))
+        return
+    print(_page(head, sections))
+    if not whole:
+        print(f"\n`rl-plugins info {name} --all`: {ALL}.")
+
+
+def print_together(names: Sequence[str], as_json: bool = False) -> None:
+    """Whether methods and bundles go together in one run, in which hosts, and what to leave out if not.
+
+    Raises:
+        ConfigError: no such method, or one that cannot be used.
+    """
+    found = together.together(names)
+    print(json.dumps(together.plain(found), indent=2) if as_json else together.text(found))
 
 
 def _page(head: str, sections: Sections) -> str:
@@ -124,8 +148,8 @@ def _of_method(found: type[Method] | Bundle) -> tuple[str, Sections]:
     measured, gradients = _listed(map(measured_text, card.measured)), _listed(quality_lines(found.name))
     sections.append(("What we measured", measured or ("" if gradients else "Nobody measured it yet.")))
     sections.append(("How good its gradient is", gradients))
-    sections.append(("Goes with", _listed(f"{name}: {why}" for name, why in card.file.goes_with.items())))
-    sections.append(("Excludes", _listed(_excludes(card))))
+    sections.append(("Goes with", _listed(f"{name}: {why}" for name, why in card.goes_with.items())))
+    sections.append(("Excludes", _listed(f"{', '.join(names)}: {reason}" for reason, names in excludes(card).items())))
     if isinstance(found, Bundle):
         sections.append(("Parameters", "Of its parts, under their names: see `rl-plugins info` of each."))
     else:
@@ -154,7 +178,7 @@ def _standing(card: Card) -> str:
     standing = card.standing
     against = list(standing.against[:FEW]) or [card.bad]
     against += [f"{left} more below"] if (left := len(standing.against) - FEW) > 0 else []
-    lines = [f"{standing.word}.", f"for: {card.good}", *(f"against: {text}" for text in against)]
+    lines = [f"{standing.word}.", f"for: {card.good}", *(f"against: {text}" for text in against if text)]
     return "\n".join([*lines, *_described(lines, bool(standing.worlds) or "A step makes" in standing.good)])
 
 
@@ -181,13 +205,12 @@ def measured_text(measured: Result) -> str:
     return f"{measured.line} (docs/{measured.page}#{measured.where})"
 
 
-def _excludes(card: Card) -> Iterator[str]:
-    """Built-in and installed methods that cannot run beside this one."""
+def excludes(card: Card) -> Mapping[str, Sequence[str]]:
+    """Reason -> built-in and installed methods that cannot run beside this one."""
     known = [indexed(name) for name in registry.all_names()]
     if card.name in index() and all(known):  # nothing else is installed
-        for reason, names in index()[card.name]["excludes"].items():
-            yield f"{', '.join(names)}: {reason}"
-        return
+        kept: Mapping[str, Sequence[str]] = index()[card.name]["excludes"]
+        return kept
     from rl_plugins.cards.pairs import conflicts, excluded  # builds every pair: loads the runtime
 
     classes = []
@@ -195,8 +218,7 @@ def _excludes(card: Card) -> Iterator[str]:
         with suppress(RLPluginsError):  # `list` says what is wrong with it
             classes.append(registry.load(name))
     found = conflicts(tuple(cls for cls in classes if not isinstance(cls, Bundle)))
-    for reason, names in excluded(found, card.parts).items():
-        yield f"{', '.join(names)}: {reason}"
+    return excluded(found, card.parts)
 
 
 def _listed(lines: Iterable[str]) -> str:

@@ -52,21 +52,28 @@ def conflicts(classes: tuple[type[Method], ...]) -> tuple[Conflict, ...]:
 def _refusals(a: Method, b: Method) -> Iterator[tuple[str, tuple[str, str]]]:
     """Reasons and the two names, in the order in which the reason names them."""
     common = [h for h in HOSTS if h in a.hosts and h in b.hosts]
-    for host in common or [""]:  # without a common host the stack alone can refuse
-        try:
-            stack = MethodStack([a, b])
-            stack.warn_once = lambda message: None  # type: ignore[method-assign]
-            if host:
-                preflight(stack, _offers_everything(host, [a, b]))
-        except ConfigError as e:
-            for line in str(e).splitlines():
-                first, second = sorted((a.name, b.name), key=lambda name: line.find(f"`{name}`"))
-                text = line.replace("The methods ", "").split(". Remove")[0].removesuffix(".")
-                if f"`{first}` and `{second}` both" in text:
-                    yield text.replace(f"`{first}` and `{second}` both", "Both") + ".", (first, second)
-                else:
-                    text = text.replace(f"`{first}`", "the first").replace(f"`{second}`", "the second")
-                    yield f"{text[0].upper()}{text[1:]}.", (first, second)
+    for host in common or [""]:
+        for line in refused([a, b], host):
+            first, second = sorted((a.name, b.name), key=lambda name: line.find(f"`{name}`"))
+            text = line.replace("The methods ", "").split(". Remove")[0].removesuffix(".")
+            if f"`{first}` and `{second}` both" in text:
+                yield text.replace(f"`{first}` and `{second}` both", "Both") + ".", (first, second)
+            else:
+                text = text.replace(f"`{first}`", "the first").replace(f"`{second}`", "the second")
+                yield f"{text[0].upper()}{text[1:]}.", (first, second)
+
+
+def refused(methods: Sequence[Method], host: str, bundle_of: Mapping[str, str] | None = None) -> list[str]:
+    """Why these methods cannot run together in this host, if it offers everything: problems, a line each; empty if they
+    can. Without a host the stack alone can refuse."""
+    try:
+        stack = MethodStack(list(methods), bundle_of=bundle_of)
+        stack.warn_once = lambda message: None  # type: ignore[method-assign]
+        if host:
+            preflight(stack, _offers_everything(host, methods))
+    except ConfigError as e:
+        return str(e).splitlines()
+    return []
 
 
 def _offers_everything(host: str, methods: Sequence[Method]) -> HostCapabilities:

@@ -25,7 +25,14 @@ from rl_plugins.cards.results import measured_of
 
 Word = Literal["use", "use if", "skip", "unknown"]
 WORDS: tuple[Word, ...] = ("use", "use if", "skip", "unknown")
+MEANING = {
+    "use": "helped, and nothing speaks against it",
+    "use if": "helped in places",
+    "skip": "did harm, or no more than the host's own way",
+    "unknown": "our runs cannot tell",
+}
 ENOUGH_WORLDS = 2
+HOSTS_WAY = "a plain option of the host"
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,7 @@ class Standing:
         good: what speaks for it, as sentences.
         against: what speaks against it, the strongest first; worlds as counts.
         worlds: the worlds by name in which its steps make more, less, or no more progress than the host's own way.
+        brief_good, brief_against: the same as `good` and `against` without figures, tasks and names of worlds.
     """
 
     word: Word
@@ -47,6 +55,13 @@ class Standing:
     good: str = ""
     against: tuple[str, ...] = ()
     worlds: tuple[str, ...] = ()
+    brief_good: str = ""
+    brief_against: tuple[str, ...] = ()
+
+    @property
+    def meaning(self) -> str:
+        """What the word says of it."""
+        return MEANING[self.word] if self.helped or self.word != "use if" else "better gradients in places"
 
     @property
     def bad(self) -> str:
@@ -62,6 +77,7 @@ def standing_of(name: str, parts: tuple[str, ...]) -> Standing:
         parts: the methods that it stands for.
     """
     helped, harm, matched, unmet = [], [], [], []
+    brief: dict[str, list[str]] = {"helped": [], "harm": [], "matched": [], "lost": [], "unmet": []}
     for told in outcomes_of(name):
         if not set((told.get("variant") or name).partition("@")[0].split("+")) <= {name, *parts}:
             continue
@@ -69,19 +85,29 @@ def standing_of(name: str, parts: tuple[str, ...]) -> Standing:
         if not (d := measured(told).get(by)):
             continue
         where, to = f"in `{told['task']}`", name_of(told, by)
+        wanted = promised(told).replace(" (share)", "")
         if verdict == "helps":
             helped.append(f"{promised(told)} {where}, {numbers(d)} to {to}")
+            brief["helped"].append(wanted)
         elif verdict == "harmful":
             harm.append(f"{moved(told['metric'], d['mean'])} {where}, harmful, {numbers(d)} to {to}")
+            brief["harm"].append(f"did harm: {moved(told['metric'], d['mean']).replace(' (share)', '')}")
         elif by:
             matched.append(f"showed no {promised(told)} {where} than {to}")
+            brief["matched"].append(f"no {wanted} than {'GRPO at equal tokens' if by == 'tokens' else HOSTS_WAY}")
         elif ahead(told):
             unmet.append(f"{promised(told)} {where}, but by less than matters, {numbers(d)} to {to}")
+            brief["unmet"].append(f"{wanted}, but by less than matters")
         else:
             unmet.append(f"showed no {promised(told)} {where}, {numbers(d)} to {to}")
+            brief["unmet"].append(f"no {wanted} than {'GRPO' if told['than'].partition('@')[0] == 'grpo' else to}")
     lost = [f"behind in {r.line}" for r in measured_of(name) if r.worse]
     lost += [f"`{p}`: behind in {r.line}" for p in parts if p != name for r in measured_of(p) if r.worse]
-    lost += [f"{t['world']}, {trained(t)}" for t in trainings_of(parts) if "difference" in t and t["difference"][2] < 0]
+    worse = [t for t in trainings_of(parts) if "difference" in t and t["difference"][2] < 0]
+    lost += [f"{t['world']}, {trained(t)}" for t in worse]
+    behind = [r for p in dict.fromkeys((name, *parts)) for r in measured_of(p) if r.worse]
+    brief["lost"] = [f"behind in {r.claim}" + (f", against {r.baseline}" if r.baseline else "") for r in behind]
+    brief["lost"] += ["a lower reward than GRPO's after training in a simulation"] * bool(worse)
     more: list[str] = []
     less: dict[str, str] = {}
     same: dict[str, str] = {}
@@ -104,6 +130,11 @@ def standing_of(name: str, parts: tuple[str, ...]) -> Standing:
         word = "skip"
     ways = ", ".join(f"`{way}`" for way in dict.fromkeys(same.values()))
     counts = {"less progress": less, f"no more than the host's own way ({ways})": same}
+    steps = {"less progress than GRPO's": less, f"no more progress than with {HOSTS_WAY}": same}
+    brief_against = [text for key in ("harm", "matched", "lost", "unmet") for text in brief[key]]
+    brief_against += [f"a step makes {head} in {len(of)} of {acts} simulations" for head, of in steps.items() if of]
+    brief_good = [f"helped in small runs: {'; '.join(dict.fromkeys(brief['helped']))}"] * bool(helped)
+    brief_good += [f"a step makes more progress than GRPO's in {len(more)} of {acts} simulations"] * bool(more)
     told_against = [*harm, *matched, *lost, *unmet]
     against = (*told_against, *(f"{head} in {len(of)} of {acts} worlds" for head, of in counts.items() if of))
     good = _sentences({"Helped: ": helped, "A step makes more progress than GRPO's in ": more})
@@ -113,7 +144,16 @@ def standing_of(name: str, parts: tuple[str, ...]) -> Standing:
     }
     why = [good, _sentences({"Against it: ": told_against}), _sentences(worlds)]
     listed = tuple(f"{head}{'; '.join(of)}." for head, of in worlds.items() if of)
-    return Standing(word, " ".join(filter(None, why)), tuple(helped), good, against, listed)
+    return Standing(
+        word,
+        " ".join(filter(None, why)),
+        tuple(helped),
+        good,
+        against,
+        listed,
+        "; ".join(brief_good),
+        tuple(dict.fromkeys(brief_against)),
+    )
 
 
 def _sentences(parts: Mapping[str, list[str]]) -> str:

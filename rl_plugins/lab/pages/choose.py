@@ -152,9 +152,11 @@ def _fidelity() -> str:
 
 def _together(found: list[Card]) -> str:
     pairs: dict[frozenset[str], str] = {}
+    skip = {card.name for card in found if card.standing.word == "skip"}
     for card in sorted(found, key=lambda card: card.name):
         for other, why in card.file.goes_with.items():
-            pairs.setdefault(frozenset((card.name, other)), f"`{card.name}` and `{other}`: {why}")
+            named = " and ".join(f"`{name}`{' (skip)' * (name in skip)}" for name in (card.name, other))
+            pairs.setdefault(frozenset((card.name, other)), f"{named}: {why}")
     return bullets(pairs.values()) if pairs else "None is known."
 
 

@@ -91,8 +91,8 @@ def section(found: type[Method] | Bundle, whole: bool = True) -> str:
     if whole:
         parts.append(with_links(f"**Whether to use it:** {card.standing.word}. {card.standing.why}".rstrip()))
         parts.append(f"**What we measured:** {measured(card.measured)}")
-    if card.file.goes_with:
-        parts.append("**Goes with:**\n\n" + bullets(f"[{n}](#{n}): {why}" for n, why in card.file.goes_with.items()))
+    if card.goes_with:
+        parts.append("**Goes with:**\n\n" + bullets(f"[{n}](#{n}): {why}" for n, why in card.goes_with.items()))
     if not isinstance(found, Bundle):
         parts += _details(found)
     return "\n\n".join(parts)
