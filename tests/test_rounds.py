@@ -8,8 +8,10 @@ import torch
 from rl_plugins.core.errors import MethodError
 from rl_plugins.core.method import Method
 from rl_plugins.core.rollouts import MAX_ROUNDS, PlanRow
-from rl_plugins.runtime.rounds import Rounds, in_rounds
-from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.rounds import Rounds, in_rounds, most_in_rounds
+from rl_plugins.runtime.stack import MethodStack, build_stack
+from rl_plugins.testing import make_run
 
 
 class Asks(Method):
@@ -90,3 +92,43 @@ def test_a_later_round_is_of_the_batch_the_first_was_of():
         torch.arange(60) % 2, torch.arange(60).double()
     )  # an unstable sort would mix these
     assert [g.rewards.tolist() for g in m.plans[1].so_far] == [[*range(0, 60, 2)], [*range(1, 60, 2)]]
+
+
+def one_fails(group, k):
+    return float(group > 0)
+
+
+def mixed(group, k):
+    return float(k % 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "reward"),
+    [
+        ("dynamic_sampling", {"max_rounds": 3, "refill": 1.3}, lambda group, k: 0.0),
+        ("dars", {"n_first": 4, "n_max": 16}, lambda group, k: float(group > 1)),
+        ("xrpo_allocate", {"phases": 4}, mixed),
+        ("xrpo_seeds", {}, mixed),
+        ("best_perm", {"templates": ["{prompt} a", "{prompt} b"], "n_hint": 1, "n_first": 6}, one_fails),
+        (
+            "v0_5",
+            {"prior": "constant", "prior_value": 1.0, "k_init": 1, "k_max": 7, "increment": 2, "cost": 0.0},
+            mixed,
+        ),
+    ],
+)
+def test_the_most_rounds_and_rollouts_of_a_method_are_told_and_no_batch_takes_more(name, params, reward):
+    """With these rewards a batch takes as many rounds, or rollouts, as are told."""
+    stack = build_stack([name], {name: params})
+    stack.start(make_run(group_size=8, dataset_size=40, dataset=[{"prompt": "a question"}] * 40))
+    plan = first_plan(stack, range(4), 8, 32, 40)
+    rounds = Rounds(stack, plan.rows, 8, 32, 40)
+    while True:
+        group = torch.tensor([row.group for row in rounds.rows for _ in range(row.n + row.spare)])
+        number = [group[:i].tolist().count(g) for i, g in enumerate(group.tolist())]
+        rewards = [reward(g, k) for g, k in zip(group.tolist(), number, strict=True)]
+        if not rounds.more(group, torch.tensor(rewards, dtype=torch.float64)):
+            break
+    most, rollouts = most_in_rounds(stack, plan)
+    assert rounds.number <= most and len(group) <= rollouts
+    assert rounds.number == most or len(group) == rollouts

@@ -366,6 +366,13 @@ class Method:
         plan these batches, in addition to the first, to show how large they are."""
         return ()
 
+    def further_rounds(self, plan: Plan) -> tuple[int, int]:
+        """Of a method with `rounds`: most rounds after the first, and most rollouts that they generate, in a batch with
+        this first plan. `rl-plugins doctor` and dry runs show both."""
+        from rl_plugins.core.rollouts import MAX_ROUNDS  # loads torch
+
+        return MAX_ROUNDS - 1, plan.budget
+
     # ---- what they offer
 
     @property

@@ -145,6 +145,11 @@ class BestPerm(Method):
                     left -= n
         return plan.replace(rows=tuple(rows))
 
+    def further_rounds(self, plan: Plan) -> tuple[int, int]:
+        p = self.params
+        hints = min(p.max_hints, len(p.templates) or p.max_hints, plan.budget)
+        return hints, min(hints * p.n_hint * len(plan.rows), plan.budget)
+
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         state, each = self.state, rollouts.per_rollout
         used = self._acceptance(max(len(state["accepted"]), len(self.params.templates)))

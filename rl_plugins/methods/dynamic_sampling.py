@@ -67,6 +67,11 @@ class DynamicSampling(Method):
         rows = (PlanRow(i, first + k, 0, spare=size).marked(self.name, plan.round) for k, i in enumerate(new))
         return plan.replace(rows=(*plan.rows, *rows))
 
+    def further_rounds(self, plan: Plan) -> tuple[int, int]:
+        sizes = [row.spare for row in plan.rows if row.mark(self.name) is not None]
+        most = self.params.max_rounds if sizes else 0
+        return most, most * math.ceil(self.params.refill * len(sizes)) * max(sizes, default=0)
+
     def select(self, rollouts: Rollouts) -> Tensor:
         groups, marks = rollouts.groups, rollouts.marks(self.name)
         number = groups.max(torch.tensor([-1 if mark is None else mark for mark in marks], dtype=torch.float64))

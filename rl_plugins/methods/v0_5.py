@@ -146,6 +146,11 @@ class V05(Method):
                 left -= n
         return plan.replace(rows=(*rows, *more))
 
+    def further_rounds(self, plan: Plan) -> tuple[int, int]:
+        p = self.params
+        most = [0 if p.cost == math.inf else max(0, p.k_max - row.n) for row in plan.rows]
+        return min(-(-max(most) // p.increment), plan.budget), min(sum(most), plan.budget)
+
     def advantages(self, rollouts: Rollouts) -> Tensor:
         p, each = self.params, rollouts.per_rollout
         groups, reward = each.groups, each.reward

@@ -95,6 +95,9 @@ class XrpoAllocate(Method):
         pairs = zip(groups, extra, strict=True)
         return plan.replace(rows=(*plan.rows, *(g.row.replace(n=e, spare=0, given=()) for g, e in pairs if e)))
 
+    def further_rounds(self, plan: Plan) -> tuple[int, int]:
+        return min(self.params.phases - 1, plan.budget), plan.budget
+
     def _first(self, group_size: int) -> int:
         return self.params.n_first or max(2, group_size // 2)
 

@@ -138,6 +138,9 @@ class XrpoSeeds(Method):
             seeded.append(new)
         return plan.replace(rows=tuple(seeded))
 
+    def further_rounds(self, plan: Plan) -> tuple[int, int]:
+        return (min(1, plan.budget), plan.budget) if self.params.second_round else (0, 0)
+
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         self._report(rollouts)
         self._remember(rollouts)

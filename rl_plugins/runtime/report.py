@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_plugins.core.rollouts import Plan
 from rl_plugins.runtime import registry
-from rl_plugins.runtime.rounds import in_rounds
+from rl_plugins.runtime.rounds import in_rounds, most_in_rounds
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.tested import ALLOW_VARIABLE, bounds, inside, number, ran, wanted
 
@@ -134,6 +134,9 @@ def plan_lines(stack: MethodStack, plan: Plan, rows: int, prompts: str) -> Itera
     most = min(rows, plan.generated) if rounds else plan.trained  # spare ones, too, if a method takes them
     yield "rollouts", f"{per_prompt(plan.rows, rounds)} per prompt{first}"
     yield "rows generated", f"{plan.generated}{first}"
+    if rounds:
+        at_most, made = most_in_rounds(stack, plan)
+        yield "rounds", f"at most {at_most}: up to {made} rollouts, {made / max(1, rows):.3g} times the batch"
     yield "rows trained", f"{_range((plan.trained, most))} of {rows}{first}{left}"
     if stack.methods:
         n = stack.max_unrewarded_batches

@@ -64,3 +64,10 @@ class Rounds:
 def in_rounds(stack: MethodStack) -> bool:
     """Whether a batch of these methods is generated in rounds."""
     return any(m.rounds for m in stack.methods)
+
+
+def most_in_rounds(stack: MethodStack, plan: Plan) -> tuple[int, int]:
+    """Most rounds of a batch with this first plan, and most rollouts that all of them generate."""
+    further = [stack.call("further_rounds", m, plan) for m in stack.methods if m.rounds]
+    made = sum(max(0, row.n + row.spare - len(row.given)) for row in plan.rows)
+    return 1 + max((n for n, _ in further), default=0), made + sum(n for _, n in further)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from rl_plugins.core.rollouts import Completion, PlanRow, Rollouts
 from rl_plugins.methods.dynamic_sampling import DynamicSampling
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.report import plan_lines
 from rl_plugins.runtime.rounds import Rounds
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
@@ -126,3 +128,11 @@ def test_what_another_method_took_out_gives_no_signal():
     method = stack.methods[0]
     assert not bool(method.select(rollouts.replace(kept=kept)).any())
     assert torch.equal(method.select(rollouts), torch.ones(12, dtype=torch.bool))
+
+
+def test_a_dry_run_tells_the_most_rounds_and_rollouts_and_a_batch_without_signal_takes_them():
+    stack = begin(max_rounds=3, refill=1.5)
+    plan = first_plan(stack, range(3), SIZE, 3 * SIZE, 40)
+    told = dict(plan_lines(stack, plan, 3 * SIZE, "3"))["rounds"]
+    rounds, rollouts = batch(stack, lambda p, k: 0.0)
+    assert re.findall(r"[\d.]+", told) == [str(len(rounds)), str(len(rollouts)), f"{len(rollouts) / 12:.3g}"]

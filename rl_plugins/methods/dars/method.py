@@ -105,6 +105,12 @@ class Dars(Method):
             self.log("served", sum(found) / sum(asked))
         return plan.replace(rows=(*plan.rows, *_further(groups, found)))
 
+    def further_rounds(self, plan: Plan) -> tuple[int, int]:
+        """The most are served where as many prompts ask for all they may as have room for it."""
+        p, groups = self.params, sum(not row.given for row in plan.rows)
+        most = max(min(k * (p.most - p.n_first), plan.budget - k * p.n_first) for k in range(groups + 1))
+        return min(1, most), most
+
     def select(self, rollouts: Rollouts) -> Tensor:
         """Groups of one outcome leave."""
         p, each = self.params, _as_planned(rollouts)

@@ -142,6 +142,9 @@ class Dots(Method):
             return self._after_references(plan)
         return None
 
+    def further_rounds(self, plan: Plan) -> tuple[int, int]:
+        return min(1, plan.budget), plan.budget
+
     def select(self, rollouts: Rollouts) -> Tensor:
         reference = rollouts.has_mark(self.name)
         self.note(reference, "reference rollout: only pass rates are predicted from it")

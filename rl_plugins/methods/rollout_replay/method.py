@@ -123,6 +123,10 @@ class RolloutReplay(Method):
         rows += [self._row(stored, i, number) for i, number in zip(chosen, numbers, strict=False)]
         return plan.replace(rows=tuple(rows))
 
+    def further_rounds(self, plan: Plan) -> tuple[int, int]:
+        """The second round is of stored groups, so it generates nothing."""
+        return 1, 0
+
     def _in_rounds(self, plan: Plan, stored: Buffer) -> Plan | None:
         """Round 0 is spare, so that its groups can leave; round 1 has a stored group for each that will."""
         size = plan.group_size

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.core.rollouts import PlanRow, Rollouts, Tokens
+from rl_plugins.core.rollouts import Plan, PlanRow, Rollouts, Tokens
 from rl_plugins.runtime.decide import Decision, check_full
 from rl_plugins.runtime.plan import first_plan
-from rl_plugins.runtime.rounds import Rounds, in_rounds
+from rl_plugins.runtime.rounds import Rounds, in_rounds, most_in_rounds
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing.contract.kit import BUDGET, GROUP_SIZE, GROUPS, NAN, PROMPTS, Kit
 
@@ -36,10 +36,22 @@ def run_batch(kit: Kit, stack: MethodStack) -> DecidedBatch:
     while in_rounds(stack) and rounds.more(rollouts.group, rollouts.reward):
         rows = rounds.rows
         rollouts, forced = _generate(kit, rows, stack.batch)
+    _check_bound(kit, stack, plan, rounds)
     tokens = kit.tokens(rollouts, forced=forced, seed=stack.batch)
     decision = kit.decide(stack, rollouts, tokens, BUDGET * kit.rows_per_rollout)
     check_full(stack, decision, BUDGET * kit.rows_per_rollout)
     return DecidedBatch(rows, tokens, decision)
+
+
+def _check_bound(kit: Kit, stack: MethodStack, plan: Plan, rounds: Rounds) -> None:
+    """Fails where a batch took more than `further_rounds` says of its first plan."""
+    most, allowed = most_in_rounds(stack, plan)
+    made = sum(max(0, row.n + row.spare - len(row.given)) for row in rounds.rows)
+    if rounds.number > most or made > allowed:
+        kit.fail(
+            f"a batch took {rounds.number} rounds and {made} rollouts, and by `further_rounds` it takes at most {most} "
+            f"and {allowed}."
+        )
 
 
 def _generate(kit: Kit, plan: Sequence[PlanRow], batch: int) -> tuple[Rollouts, Tensor]:
