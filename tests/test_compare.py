@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 
@@ -111,6 +112,9 @@ def test_means_intervals_and_paired_differences(tmp_path):
     text = (tmp_path / "out" / "report.md").read_text()
     assert "- mc_grpo, reward, held out: 0.110 ± 0.025, more than chance over these seeds." in text
     assert json.loads((tmp_path / "out" / "summary.json").read_text()) == summary
+    brief = report.text(summary, brief=True).splitlines()
+    assert "| tokens decoded |" in text and not any(line.startswith("| tokens decoded") for line in brief)
+    assert set(brief) < set(text.splitlines()) and [v for v in brief if v[:1] == "-"] == re.findall("^- .*", text, re.M)
     assert (tmp_path / "out" / "curves.png").stat().st_size > 5000
 
 

@@ -96,7 +96,10 @@ def run(
     costs.require(comparison, options.cost_unit)
     seconds = run_all(comparison, options.jobs, watch, console, dict(environment or {}))
     summary = report.write(comparison, metrics or report.found_metrics(comparison), seconds, labels, options.cost_unit)
-    console.print(Markdown(report.text({**summary, "notes": []})))
+    console.print(Markdown(report.text(summary, brief=True)))
     if cube:
         console.print(Markdown(attribution.write(summary, cube, comparison.out)))
-    console.print(f"{comparison.out}{os.sep}{', '.join(summary['files'])} ({seconds:.0f} s)", highlight=False)
+    console.print(
+        f"With costs and settings: {comparison.out}{os.sep}{', '.join(summary['files'])} ({seconds:.0f} s)",
+        highlight=False,
+    )

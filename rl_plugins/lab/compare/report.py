@@ -232,31 +232,24 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def text(summary: dict[str, Any]) -> str:
-    """The report in Markdown."""
+def text(summary: dict[str, Any], brief: bool = False) -> str:
+    """The report in Markdown; `brief`, for a terminal: without notes, values before training and costs."""
     metrics, variants, labels, base = summary["metrics"], summary["variants"], summary["labels"], summary["baseline"]
     shown = [m for m in metrics if any(m in a["metrics"] for a in variants.values())]
     others = [label for label in variants if label != base]
     lines = [f"# {' against '.join([', '.join(others), base] if others else [base])}", ""]
-    for note in [*summary["notes"], *_budget(summary)]:
+    for note in [*(() if brief else summary["notes"]), *_budget(summary)]:
         lines += [note, ""]
     head = ["| | " + " | ".join(variants) + " |", "|---" * (len(variants) + 1) + "|"]
     lines += head
     for m in shown:
         found = [variant["metrics"].get(m) for variant in variants.values()]
         cells = [str(Interval(v["mean"], v["half"], len(v["end"]))) if v else "-" for v in found]
-        if m.startswith(EVALUATIONS) and all(v and not any(v["start_steps"]) for v in found):
+        if not brief and m.startswith(EVALUATIONS) and all(v and not any(v["start_steps"]) for v in found):
             before = [str(Interval.of(v["start"])) for v in found if v]
             lines.append(f"| {labels[m]}, before training | {' | '.join(before)} |")
         lines.append(f"| {labels[m]} | {' | '.join(cells)} |")
-    lines += ["", "What it cost, mean over seeds (evaluations are not counted, except in the time of TRL):", "", *head]
-    samples = any("model_passes" in variant["costs"] for variant in variants.values())
-    for key, (_, what) in COSTS.items():
-        if key in (OF_TEXT if samples else OF_SAMPLES):
-            continue
-        lines.append(
-            f"| {what} | {' | '.join(_cost(variant['costs'].get(key), key) for variant in variants.values())} |"
-        )
+    lines += [] if brief else ["", *_costs(variants, head)]
     if found := summary["agents"]:
         label = labels[found["metric"]]
         lines += ["", *agents.text(found, label, lambda values: str(Interval.of(values)))]
@@ -269,6 +262,22 @@ def text(summary: dict[str, Any]) -> str:
             if "difference" in variants[label]["metrics"].get(m, {}):
                 lines.append(f"- {label}, {labels[m]}: {_verdict(variants[label], variants[base], m)}")
     return "\n".join([*lines, ""])
+
+
+def _costs(variants: Mapping[str, Any], head: Sequence[str]) -> list[str]:
+    """What the variants cost, a table."""
+    samples = any("model_passes" in variant["costs"] for variant in variants.values())
+    rows = [
+        f"| {what} | {' | '.join(_cost(variant['costs'].get(key), key) for variant in variants.values())} |"
+        for key, (_, what) in COSTS.items()
+        if key not in (OF_TEXT if samples else OF_SAMPLES)
+    ]
+    return [
+        "What it cost, mean over seeds (evaluations are not counted, except in the time of TRL):",
+        "",
+        *head,
+        *rows,
+    ]
 
 
 def _budget(summary: dict[str, Any]) -> list[str]:
