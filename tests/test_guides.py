@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
 import json
 import math
 import re
@@ -18,8 +19,10 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
+import rl_plugins
 from rl_plugins import testing
 from rl_plugins.commands.cli import app
+from rl_plugins.commands.new.text import files
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import HOOKS, Method
 from rl_plugins.core.rollouts import PromptPool
@@ -78,7 +81,7 @@ def test_code_of_a_page(tmp_path):
 
 CLASSES = {
     **{f"methods:{name}": {} for name in re.findall(r"^class (\w+)\(Method", (CODE / "methods.py").read_text(), re.M)},
-    "method_test:Rambling": {},
+    "rambling:Rambling": {},
     "rollout:SecondThought": {},
     "sampler:Halfway": {},
     "service:Judged": {"judge": lambda text: 5},
@@ -96,8 +99,16 @@ def test_a_method_of_the_guides_keeps_the_contract(name):
 def test_there_is_a_method_for_every_hook_and_a_section():
     claimed = [c.claims() for c in vars(load("methods")).values() if isinstance(c, type) and issubclass(c, Method)]
     assert [hooks for hooks in claimed if hooks] == [(hook,) for hook in HOOKS]
-    text = (ROOT / "docs" / "guides" / "methods.md").read_text()
-    assert re.findall("^## (\\w+):", text, re.M) == list(HOOKS)
+    text = (ROOT / "docs" / "guides" / "hooks.md").read_text()
+    sections = {part.partition("\n")[0]: part for part in text.split("\n## ")[1:]}
+    assert list(sections) == [*HOOKS, "needs"]
+    for hook in HOOKS:
+        given = inspect.signature(getattr(Method, hook)).parameters.values()
+        types = {str(p.annotation) for p in given} & set(rl_plugins.__all__)
+        assert types, hook
+        assert [t for t in types if f"](../reference.md#{t.lower()})" not in sections[hook]] == [], hook
+    table = (ROOT / "docs" / "guides" / "methods.md").read_text()
+    assert re.findall(r"^\| \[`(\w+)`\]\(hooks.md#\1\)", table, re.M) == list(HOOKS)
 
 
 def test_what_the_methods_of_the_hooks_do():
@@ -117,11 +128,19 @@ def test_what_the_methods_of_the_hooks_do():
 
 
 def test_the_test_of_the_guide_passes_and_sees_a_reward_that_was_lost():
-    module = load("method_test")
-    module.test_rambling()
+    module = load("rambling_test")
+    module.test_contract()
+    module.test_rewards()
     module.Rambling.rewards = lambda self, rollouts: rollouts.reward.nan_to_num(nan=0.0)
     with pytest.raises(AssertionError):
-        module.test_rambling()
+        module.test_rewards()
+
+
+def test_the_method_of_the_guide_is_what_new_writes_with_another_rule():
+    written = files("rambling", ["rewards"])["src/rl_plugins_rambling/__init__.py"].splitlines()
+    mine = (CODE / "rambling.py").read_text().splitlines()
+    other = [line for line in written if line not in mine]
+    assert len(other) < 10, other
 
 
 # ---- rewards and environment, in TRL's own trainer

@@ -37,7 +37,10 @@ EVIDENCE = ROOT / "examples" / "evidence"
 NAVIGATION = {
     "Start": ["readme", "install", "choose", "faq", "probe", "compare", "real", "examples"],
     "Hosts": ["trl", "verl", "verl_cpu", "diffusion", "masked_diffusion"],
-    "Guides": ["guides/index", "guides/rewards", "guides/environment", "guides/methods", "guides/rollout", "guides/*"],
+    "Guides": [
+        *("guides/index", "guides/rewards", "guides/environment", "guides/methods", "guides/hooks", "guides/rollout"),
+        "guides/*",
+    ],
     "Methods": ["methods", "papers", "open_questions"],
     "What was measured": ["evidence", "bench", "quality", "benchmarks"],
     "Tools": ["inspect", "trace", "audit", "fusion", "heads", "supervised", "disaggregated"],

@@ -1,4 +1,4 @@
-"""A method for each hook. The guide docs/guides/methods.md shows this file."""
+"""A method for each hook. The guide docs/guides/hooks.md shows this file."""
 
 from __future__ import annotations
 

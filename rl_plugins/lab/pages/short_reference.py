@@ -19,8 +19,8 @@ _HEAD = """\
 
 What a method uses, in the order of a training step. Shapes are in parentheses: (rows,) is one number per row. On the
 driver, numbers of rows are float64 and numbers of tokens float32, all on the CPU. Nothing is changed in place:
-`x.replace(...)` makes a changed copy. The names of `needs` and an example of each hook are in
-[A method per hook](guides/methods.md). `python -m pydoc rl_plugins.Rollouts` shows the whole docstring of an object; so
+`x.replace(...)` makes a changed copy. [A class per hook](guides/hooks.md) has an example of each hook, links to what it
+uses here, and the names of `needs`. `python -m pydoc rl_plugins.Rollouts` shows the whole docstring of an object; so
 does the page of the site (`make site`).
 """
 # With a description of each field; the rest by name and type.
@@ -46,7 +46,7 @@ def short_page() -> str:
     """The whole page."""
     called = {name: getattr(Method, name) for name in ("check", "start", *HOOKS)}
     places = {name: hook.place for name, hook in HOOKS.items()}
-    hooks = [[f"`{n}{signature(f)}`", places.get(n, "driver"), _first(f)] for n, f in called.items()]
+    hooks = [[f"`{n}{signature(f)}`{_example(n)}", places.get(n, "driver"), _first(f)] for n, f in called.items()]
     own = [
         [f"`self.{shown[1:]}", f"{what.partition('. ')[0].rstrip('.')}."]
         for shown, what in _members(Method)
@@ -65,9 +65,18 @@ def short_page() -> str:
         parts += [f"## {name}", _first(found), table(["field", "what"], _fields(found))]
     parts += ["## Other objects", _homes(_BRIEF), table(["object", "fields"], [_listed(f) for _, f in _named(_BRIEF)])]
     for title, of in (("Functions", _FUNCTIONS), ("Tests", _TESTING)):
-        rows = [[f"`{name}{signature(found)}`", _first(found)] for name, found in _named(of)]
+        rows = [[f"`{name}{signature(found)}`{_anchor(name)}", _first(found)] for name, found in _named(of)]
         parts += [f"## {title}", _homes(of), table(["function", "what"], rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def _example(hook: str) -> str:
+    return f" [example](guides/hooks.md#{hook})" if hook in HOOKS else ""
+
+
+def _anchor(name: str) -> str:
+    """What a link to the name leads to. On the page of the site it is a heading."""
+    return f'<a id="{name.lower()}"></a>'
 
 
 def _named(of: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
@@ -101,4 +110,7 @@ def _members(found: type) -> Iterator[tuple[str, str]]:
 
 def _listed(found: type) -> list[str]:
     named = [f"`{name}: {kind}`" for name, (kind, _) in types_of(found).items() if kind]
-    return [f"`{found.__name__}`", ", ".join([*named, *(shown for shown, _ in _members(found))])]
+    return [
+        f"`{found.__name__}`{_anchor(found.__name__)}",
+        ", ".join([*named, *(shown for shown, _ in _members(found))]),
+    ]
