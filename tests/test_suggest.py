@@ -20,6 +20,7 @@ from rl_plugins.commands.cli import app
 from rl_plugins.commands.suggest import advice, search, shown
 from rl_plugins.commands.suggest.symptoms import Sign
 from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.pages.methods import slug
 from rl_plugins.runtime.stack import build_stack
 
 FIRST, NEAREST = 0.75, 0.9  # of the exam: 63 and 76 of 83 when the search was done
@@ -110,7 +111,8 @@ def test_logs_are_shown_with_numbers_thresholds_and_what_they_do_not_tell(tmp_pa
     file = tmp_path / "run" / "checkpoint-20" / "trainer_state.json"
     assert text.startswith(f"Read {file}: 20 logged steps of trl. The thresholds below are rules of thumb.")
     told = text[text.index("Could not be told") :]
-    assert "No verifiable reward: no log shows it." in told and "Forgetting: the logs lack `kl`" in told
+    assert re.search("^  - .*No verifiable reward.*: no log shows it", told, re.M)
+    assert "Forgetting: the logs lack `kl`" in told
     assert "Groups without signal" not in told
 
 
@@ -217,7 +219,26 @@ def test_what_did_harm_is_told_apart_and_nothing_is_told_twice():
     assert text.count("\n  vade, method") == 1
     skip = {name for line in text.splitlines() if line.startswith("  Skip:") for name in re.findall(r"\w+", line)}
     shown = {line.split(",")[0].strip() for line in text.splitlines() if ", method (" in line}
+    assert text.count("\n  dynamic_sampling, method") <= 1
     assert {"arrol", "brorl"} <= skip and not shown & {c.name for c in cards() if c.standing.word == "skip"}
+
+
+@pytest.mark.parametrize(
+    ("sentence", "first"), [("groups of equal rewards", "vade"), ("KL explodes", "beta"), ("gpdo", "gdpo")]
+)
+def test_a_sentence_is_answered_in_few_words_and_each_answer_once(sentence, first):
+    text = answer("--for", sentence)
+    named = re.findall(r"^  (\w+), (?:method|option|tool)", text, re.M)
+    assert named[0] == first and len(named) == len(set(named))
+    assert len(text.split()) <= 250
+    for anchor in re.findall(r"docs/choose\.md#(\S+)", text):
+        assert anchor in {slug(problem.title) for problem in PROBLEMS.values()}
+
+
+def test_groups_that_dynamic_sampling_left_out_count(tmp_path):
+    """What it trains has signal in every group, so the host's share is 0 whatever was generated."""
+    logs = trl_log(tmp_path / "run", **{"frac_reward_zero_std": 0.0, "dynamic_sampling/signal": 0.4})
+    assert json.loads(answer("--logs", str(logs), "--json"))["problems"][0]["problem"] == "no_signal"
 
 
 def test_a_short_log_is_not_called_healthy(tmp_path):

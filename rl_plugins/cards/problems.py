@@ -31,6 +31,11 @@ class Problem:
     seen: str
     words: str
 
+    @property
+    def anchor(self) -> str:
+        """Of its heading in docs/choose.md."""
+        return "-".join(self.title.lower().split())
+
 
 @dataclass(frozen=True)
 class Answer:

@@ -14,6 +14,7 @@ from rl_plugins.commands.suggest.search import Hit, search
 from rl_plugins.commands.suggest.symptoms import Sign, not_told, signs_of
 from rl_plugins.core.errors import ConfigError
 
+SAID = "you say: "  # begins the evidence that is a sentence of the user
 NEAREST = 3  # hits of a sentence that are shown
 CLOSE = 0.5  # score of a hit, as a share of the best one's, from which on it counts beside that
 
@@ -98,7 +99,7 @@ def from_text(text: str, asked: Asked) -> Advice:
     asked = replace(asked, host=asked.host or ("verl" if re.search(r"\bverl\b|main_ppo", text) else "trl"))
     keys = [h.name for h in hits[:NEAREST] if h.kind == "problem" and h.score >= CLOSE * hits[0].score]
     near = {h.name: h.score for h in hits if h.score >= CLOSE * hits[0].score}
-    said = (f"you say: {text}",) if keys else ()  # else the problem is that of the nearest answer, not of the words
+    said = (f"{SAID}{text}",) if keys else ()  # else the problem is that of the nearest answer, not of the words
     found = tuple(suggestion(key, said, asked, near=near) for key in keys or hits[0].problems[:1])
     return Advice(asked.host or "trl", found, tuple(hits[:NEAREST]))
 

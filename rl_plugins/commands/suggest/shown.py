@@ -4,42 +4,59 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rl_plugins.cards.catalog import Card
 from rl_plugins.cards.problems import PROBLEMS, Answer, Problem
+from rl_plugins.cards.screen import for_and_against
+from rl_plugins.cards.standing import WORDS
 from rl_plugins.cards.usage import line_of
 from rl_plugins.commands.suggest import search
-from rl_plugins.commands.suggest.advice import Advice, Suggestion
+from rl_plugins.commands.suggest.advice import SAID, Advice, Suggestion
 from rl_plugins.commands.suggest.run_logs import RunLogs
 from rl_plugins.commands.suggest.search import Hit
 
-MOST = 4  # answers shown per problem
+MOST = 3  # answers shown per problem
 WIDEST = 100
 
 
 def shown(advice: Advice) -> str:
     """The advice as text for a terminal. Lines to copy are not wrapped."""
     parts = [_read(advice.source)] if advice.source else []
-    if advice.nearest:
-        parts.append(
-            "\n".join(["Nearest to your words", *(line for hit in advice.nearest for line in _hit(hit, advice))])
-        )
-    told: set[str] = set()
-    parts += [_problem(s, advice.host, told) for s in advice.suggestions]
+    apart = _apart(advice)
+    if apart:
+        parts.append("Nearest to your words\n" + "\n\n".join(_found(hit.found, None, advice.host) for hit in apart))
+    told = {hit.name for hit in apart}
+    parts += [_problem(s, advice, told) for s in advice.suggestions]
     if not advice.suggestions and not advice.nearest:
         parts.append(_nothing(advice))
     if advice.read:
         parts.append("No problem in\n" + "\n".join(f"  - {text}" for text in advice.read))
     if advice.not_told:
-        lines = [f"  - {PROBLEMS[key].title}: {why}." for key, why in advice.not_told.items()]
-        parts.append("Could not be told from these logs\n" + "\n".join(lines))
-    parts.append(
-        "`rl-plugins info METHOD` decides on a screen whether to use a method: costs, measurements, lines to copy.\n"
-        "Options are the hosts' own; where one was measured, it is named against a method."
-    )
+        parts.append("Could not be told from these logs\n" + "\n".join(_not_told(advice.not_told)))
+    if any(isinstance(one, Card) for s in advice.suggestions for one in s.found):
+        parts.append("`rl-plugins info METHOD`: when not, costs, parameters, lines to copy.")
     return "\n\n".join(parts)
+
+
+def _apart(advice: Advice) -> list[Hit]:
+    """Hits that stand in front of the problems: what is nearer to the sentence than any problem that is shown, and what
+    answers none of these. The others stand below their problem."""
+    keys = [s.problem for s in advice.suggestions]
+    first = next((i for i, hit in enumerate(advice.nearest) if hit.name in keys), len(advice.nearest))
+    return [
+        hit
+        for i, hit in enumerate(advice.nearest)
+        if hit.kind != "problem" and (i < first or not set(hit.problems) & set(keys))
+    ]
+
+
+def _not_told(why: Mapping[str, str]) -> Iterator[str]:
+    """A line for each reason."""
+    for reason in dict.fromkeys(why.values()):
+        titles = [PROBLEMS[key].title for key, text in why.items() if text == reason]
+        yield f"  - {', '.join(titles)}: {reason}."
 
 
 def everything(host: str | None) -> str:
@@ -71,60 +88,43 @@ def _nothing(advice: Advice) -> str:
     return "These logs show none of the known problems."
 
 
-def _hit(hit: Hit, advice: Advice) -> Iterator[str]:
-    if isinstance(hit.found, Card):
-        yield from _wrapped("  ", f"{hit.name}, method ({hit.found.standing.word}): {hit.found.does}.")
-        if hit.found.standing.against:
-            yield from _wrapped("      against:  ", hit.found.standing.against[0])
-        return
-    if isinstance(hit.found, Answer):
-        yield from _answer(hit.found, advice.host)
-        return
-    yield from _wrapped("  ", f"{hit.found.title}, below: {hit.found.seen}")
-
-
-def _problem(suggestion: Suggestion, host: str, told: set[str]) -> str:
-    """A problem and what answers it.
+def _problem(suggestion: Suggestion, advice: Advice, told: set[str]) -> str:
+    """A problem, the first of its answers, and those that are near to the sentence.
 
     Args:
         told: names that stand above with all there is to say; those of this problem are added.
     """
     problem = PROBLEMS[suggestion.problem]
-    lines = [problem.title, *_wrapped("  ", problem.seen), *(f"  - {text}" for text in suggestion.evidence), ""]
+    evidence = [text for text in suggestion.evidence if not text.startswith(SAID)]
+    lines = [problem.title, *_wrapped("  ", problem.seen), *(f"  - {text}" for text in evidence), ""]
     skip = [one for one in suggestion.found if isinstance(one, Card) and one.standing.word == "skip"]
     others = [one for one in suggestion.found if one not in skip]
-    for one in others[:MOST]:
-        if one.name in told:
-            lines += [f"  {one.name}: see above.", ""]
-        else:
-            lines += [*(_method(one, suggestion, host) if isinstance(one, Card) else _answer(one, host)), ""]
-    told |= {one.name for one in others[:MOST]}
-    for word, left in (("Further", others[MOST:]), ("Skip", skip)):
-        if left:
-            lines += _wrapped("  ", f"{word}: {', '.join(one.name for one in left)} (docs/choose.md).")
+    near = [h.found for h in advice.nearest if suggestion.problem in h.problems and not isinstance(h.found, Problem)]
+    chosen = {one.name: one for one in (*others[:MOST], *near)}
+    lines += [f"{_found(one, suggestion, advice.host)}\n" for name, one in chosen.items() if name not in told]
+    told |= set(chosen)
+    if left := [one.name for one in others if one.name not in told]:
+        lines.append(f"  {len(left)} more: docs/choose.md#{problem.anchor}")
+    if skip := [one for one in skip if one.name not in told]:
+        lines += _wrapped("  ", f"Skip: {', '.join(one.name for one in skip)}")
     return "\n".join(lines).rstrip()
 
 
-def _answer(answer: Answer, host: str) -> Iterator[str]:
-    where = host if host in answer.use else next(iter(answer.use))
-    of = {"option": f"option of {where}", "elsewhere": "no answer here"}.get(answer.kind, answer.kind)
-    yield from _wrapped("  ", f"{answer.name}, {of}: {answer.does}.")
-    yield f"      use:      {answer.use[where]}"
-
-
-def _method(card: Card, suggestion: Suggestion, host: str) -> Iterator[str]:
-    of_parts = f"see its parts: {', '.join(card.parts)}" if len(card.parts) > 1 else ""
-    lacks = suggestion.lacking.get(card.name)
-    yield from _wrapped("  ", f"{card.name}, method ({card.standing.word}): {card.does}.")
-    for name, text in (
-        ("for", card.good),
-        ("against", card.standing.against[0] if card.standing.against else ""),
-        ("lacks", lacks.text if lacks else ""),
-        ("not when", of_parts or card.avoid_when),
-    ):
+def _found(one: Problem | Card | Answer, suggestion: Suggestion | None, host: str) -> str:
+    """An answer: what it does, what speaks for and against it, what to write."""
+    assert not isinstance(one, Problem)
+    if isinstance(one, Answer):
+        where = host if host in one.use else next(iter(one.use))
+        of = {"option": f"option of {where}", "elsewhere": "no answer here"}.get(one.kind, one.kind)
+        return "\n".join([*_wrapped("  ", f"{one.name}, {of}: {one.does}."), f"      use:     {one.use[where]}"])
+    lacks = suggestion.lacking.get(one.name) if suggestion else None
+    good, against = for_and_against(one)
+    meaning = f": {one.standing.meaning}" if one.standing.word in WORDS[:2] else ""
+    lines = _wrapped("  ", f"{one.name}, method ({one.standing.word}{meaning}): {one.does}.")
+    for name, text in (("for", good), ("against", "".join(against[:1])), ("lacks", lacks.text if lacks else "")):
         if text:
-            yield from _wrapped(f"      {name + ':':<10}", text)
-    yield f"      use:      {line_of(card, host)}"
+            lines += _wrapped(f"      {name + ':':<9}", text)
+    return "\n".join([*lines, f"      use:     {line_of(one, host if host in one.hosts else one.hosts[0])}"])
 
 
 def _wrapped(head: str, text: str) -> list[str]:

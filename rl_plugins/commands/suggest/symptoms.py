@@ -77,7 +77,11 @@ def _first(logs: RunLogs, *names: str) -> tuple[str, float] | None:
 
 
 def _groups(logs: RunLogs) -> Iterator[Sign]:
-    if found := _first(logs, "frac_reward_zero_std", "rl_plugins/frac_reward_zero_std"):
+    if (kept := logs.mean("dynamic_sampling/signal")) is not None:  # what it trains has signal, whatever was generated
+        yield Sign(
+            "no_signal", "share of generated groups of equal rewards (1 - `dynamic_sampling/signal`)", 1 - kept, 0.3
+        )
+    elif found := _first(logs, "frac_reward_zero_std", "rl_plugins/frac_reward_zero_std"):
         yield Sign("no_signal", f"share of groups of equal rewards (`{found[0]}`)", found[1], 0.3)
 
 
@@ -89,7 +93,7 @@ def _length(logs: RunLogs) -> Iterator[Sign]:
         yield Sign("long_tail", f"longest over mean completion (`{prefix}/{longest}`)", most / usual, 4)
     if found := _first(logs, "completions/clipped_ratio", "response_length/clip_ratio"):
         room = "data.max_response_length" if logs.host == "verl" else "max_completion_length"
-        option = f"A completion that is cut off seldom gets its reward: raise {room} first, if memory allows"
+        option = f"A completion that is cut off seldom gets its reward: if answers need the length, raise {room}"
         yield Sign("length", f"share of completions cut off (`{found[0]}`)", found[1], 0.2, option=option)
     growth = logs.first_and_last(f"{prefix}/{mean}")
     if growth and growth[0]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_plugins.cards.claims import decide, measured, name_of, numbers, promised, verdict_text
+from rl_plugins.cards.claims import decide, measured, name_of, numbers, verdict_text
 from rl_plugins.lab.bench.published import COSTS, methods_run, published
 from rl_plugins.lab.bench.tasks import METRICS, TASKS
 
@@ -91,30 +91,22 @@ def headline() -> str:
     """What README says of the bench, with links from the root of the repository."""
     told = published()
     of = {key: [c for c in told["claims"] if section_of(c) == key] for key in SECTIONS}
-    named = {key: ", ".join(dict.fromkeys(f"`{c['method']}`" for c in found)) for key, found in of.items()}
-    named["helps"] = "; ".join(
-        f"`{c['method']}`: {promised(c)}, in `{c['task']}` ({TASKS[c['task']].about})" for c in of["helps"]
-    )
-    named["cannot be seen here"] = "the page has the size that would have been seen"
-    points = [f"- **{title}** ({_counted(of[key])}): {named[key]}." for key, (title, _) in SECTIONS.items() if of[key]]
     claims = sum(map(len, of.values()))
+
+    def named(key: str) -> str:
+        return ", ".join(dict.fromkeys(f"`{c['method']}`" for c in of[key]))
+
+    undecided = len(of["waiting"] + of["cannot be seen here"])
     return "\n".join(
         [
-            f"{claims} claims of papers that a small policy can test, in {told['runs']} runs "
-            "beside GRPO at equal steps and at equal tokens, and beside the host's own way to the same thing:\n",
-            *points,
-            f"\nAmong {claims} claims without any effect, {claims / 40:.1f} would be ahead of GRPO by chance on "
-            "average, and as many behind.",
-            "\n[The page of the bench](docs/bench.md) says how, and [docs/choose.md](docs/choose.md) what to use for "
-            "which problem.",
+            f"{claims} claims of papers, {told['runs']} runs of a small policy beside GRPO and host options:\n",
+            f"- **helped** ({len(of['helps'])}): {named('helps')}",
+            f"- **did harm** ({len(of['harmful'])}): {named('harmful')}",
+            f"- **no gain, or none over host options** ({len(of['host'] + of['within'])})",
+            f"- **undecided** ({undecided})",
+            f"\nBy chance alone {claims / 40:.1f} would help. [The bench](docs/bench.md) says how.",
         ]
     )
-
-
-def _counted(claims: Sequence[Told]) -> str:
-    """ "10 claims of 8 methods"."""
-    methods = len({c["method"] for c in claims})
-    return f"{len(claims)} claim{'s' * (len(claims) > 1)} of {methods} method{'s' * (methods > 1)}"
 
 
 def _not_run(claims: Sequence[Told]) -> str:

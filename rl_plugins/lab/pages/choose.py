@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from rl_plugins.cards.catalog import FIDELITY, Card, answering, cards, in_order, plugins
 from rl_plugins.cards.pairs import Conflict, conflicts
 from rl_plugins.cards.problems import ANSWERS, PROBLEMS, Answer, Problem
+from rl_plugins.cards.screen import for_and_against
 from rl_plugins.cards.standing import WORDS
 from rl_plugins.core.method import Bundle
 from rl_plugins.lab.bench import page as bench
@@ -27,19 +28,21 @@ gradient, with which a step is compared. The host's own way is a setting: `grpo,
 (verl: `rollout.n=4`) at as many rollouts, so of more prompts; `reinforce, 1 rollout` has one rollout per prompt, and no
 group.
 """
-_SHORT = f"""\
+_SHORT = """\
 # Which method is for me
 
 <!-- Written by `make docs`; do not edit. -->
 
-Begin with the problem of your run. `rl-plugins suggest` does the same from
-questions, from a sentence, or from the logs of a run. `rl-plugins info NAME` has costs, measurements and a config to
-copy. The page of the site (`make site`) also shows when not to use each method, and which methods exclude each other.
-`suggest` finds a sentence by its words. A language model knows what you mean by others: `rl-plugins suggest --answers`
-prints all answers, a line each, to give it with your problem.
-Answers stand in the order in which to try them, as in the README and in `rl-plugins suggest`.
+Take the problem of your run, and try its answers in their order. `rl-plugins suggest` finds the problem from a sentence
+or from the logs of a run. `rl-plugins info NAME` says when not to use a method, what it costs and what to copy;
+`rl-plugins info A B` whether two go together.
 
-{_ORDER}"""
+Verdicts come from [small runs](bench.md) beside GRPO and the host's own options, and from
+[simulations](quality.md) whose exact gradient is known. **Use**: it helped, and nothing speaks against it; no method
+has that yet. **Use if**: it did in places. **Skip**: it did harm, or no more than the host's own way. **Unknown**: our
+runs cannot tell. `rl-plugins suggest --answers` prints all answers, a line each, for a language model to choose from.
+
+"""
 _HEAD = f"""\
 # Which method is for me
 
@@ -54,43 +57,48 @@ Figures behind "Measured" are those of [the evidence](evidence.md), small polici
 def index() -> str:
     """The short page docs/choose.md: a screen for each problem. Installed plugins are not part of it."""
     found = cards(plugins())
-    text = [_SHORT + "\n" + _contents()]
+    text = [_SHORT + _contents()]
     for key, problem in PROBLEMS.items():
         by_word = {word: [c for c in answering(key, found) if c.standing.word == word] for word in WORDS}
         text += [f"## {problem.title}", problem.seen]
         used = [
             (word, [c for c in by_word[word] if bool(c.promise) == later]) for later in (0, 1) for word in WORDS[:2]
         ]
-        blocks = [f"**{word.capitalize()}**\n\n" + bullets(map(_short, of)) if of else "" for word, of in used]
-        others = [f"**Without a method**\n\n{bullets(map(_other, of))}" for of in [_others(key)] if of]
-        skipped = [f"{_link(card)} ({_without_figures(card.standing.against[0])})" for card in by_word["skip"]]
+        blocks = [_block(word, of) if of else "" for word, of in used]
+        others = [_without(of) for of in [_others(key)] if of]
         text += [*filter(None, blocks[:2]), *others, *filter(None, blocks[2:])]
-        text += [_folded("Skip", skipped, "; ")] * bool(skipped)
-        text += [_folded("Unknown", [*map(_link, by_word["unknown"])], ", ")] * bool(by_word["unknown"])
+        text += [_folded(word.capitalize(), [*map(_link, by_word[word])]) for word in WORDS[2:] if by_word[word]]
     return "\n\n".join(text) + "\n"
 
 
-def _without_figures(text: str) -> str:
-    return with_links(re.split(r", [-+]?[0-9]", text)[0].replace(" (share)", ""))
+def _block(word: str, found: Sequence[Card]) -> str:
+    """Methods of one verdict and one promise."""
+    why = "" if found[0].standing.helped else f": {found[0].standing.meaning}"
+    return f"**{word.capitalize()}**{why}\n\n{bullets(map(_short, found))}"
 
 
-def _folded(word: str, methods: Sequence[str], between: str) -> str:
+def _without(answers: Sequence[Answer]) -> str:
+    """Options, commands and pages; of many, the first with what they do."""
+    more = ", ".join(f"`{answer.name}`" for answer in answers[FEW:])
+    shown = [*map(_other, answers[:FEW]), *([f"{more} (`rl-plugins info NAME`)"] if more else [])]
+    return f"**Without a method**\n\n{bullets(shown)}"
+
+
+def _folded(word: str, methods: Sequence[str]) -> str:
     """Methods of one verdict in the order of `suggest`; many are folded."""
     if len(methods) <= FEW:
-        return f"**{word}**: {between.join(methods)}."
-    return (
-        f"<details><summary><b>{word}</b>: {len(methods)} methods</summary>\n\n{between.join(methods)}.\n\n</details>"
-    )
+        return f"**{word}**: {', '.join(methods)}."
+    return f"<details><summary><b>{word}</b>: {len(methods)} methods</summary>\n\n{', '.join(methods)}.\n\n</details>"
 
 
 def _short(card: Card) -> str:
-    """What it does and when, and what speaks for and against it: a sentence each."""
-    told = [f"{_link(card)} {card.does}.", card.standing.good]
-    against = card.standing.against if card.standing.helped else card.standing.against[:1]  # `info` has the rest
-    told += [f"Against it: {'; '.join(against)}."] * bool(against)
-    if card.entry.kind == "method" and card.standing.helped:
-        told += [f"If: {_first(card.use_when)}"]
-    return with_links(" ".join(told).replace(" (share)", ""))
+    """What it does, what speaks for and against it, and when to use it: a few words each; `info` has the rest."""
+    told = [f"{_link(card)} {card.does}."]
+    if not card.standing.helped:
+        return told[0]
+    good, against = for_and_against(card)
+    told += [f"{good[0].upper()}{good[1:]}.", *(f"Against: {text}." for text in against[:1])]
+    return " ".join([*told, *[f"If: {_first(card.use_when)}"] * (card.entry.kind == "method")])
 
 
 def _first(text: str) -> str:
@@ -103,7 +111,9 @@ def _others(problem: str) -> list[Answer]:
 
 
 def _other(answer: Answer) -> str:
-    lines = dict.fromkeys(f"`{line}`" for line in answer.use.values())
+    long = any(len(line) > LONGEST for line in answer.use.values())
+    uses = [f"rl-plugins info {answer.name}"] if long else answer.use.values()
+    lines = dict.fromkeys(f"`{line}`" for line in uses)
     only = f" ({next(iter(answer.use))} only)" if len(answer.use) == 1 else ""
     return f"{answer.does}{only}: {' or '.join(lines)}"
 
@@ -191,6 +201,7 @@ def _filled(text: str) -> str:
 
 _HOST = {"trl": "TRL", "verl": "verl"}
 FEW = 6  # names that are not folded
+LONGEST = 80  # characters of an option; of a longer one `info` has the lines
 
 
 def readme(text: str) -> str:
@@ -208,8 +219,8 @@ def readme(text: str) -> str:
 
 
 def _tried_first(key: str, found: Sequence[Card]) -> str:
-    """What is first in the order of `suggest`: two methods that helped, with what helped and what speaks against them,
-    an option of a host, a command, or two methods for which their gradients speak."""
+    """What is first in the order of `suggest`: two methods that helped, an option of a host, a command, or two methods
+    for which their gradients speak."""
     used = [card for card in answering(key, found) if card.standing.word in WORDS[:2]]
     others = [answer for answer in _others(key) if answer.kind in ("option", "tool")]
     ordered = in_order(used, others)
@@ -217,21 +228,18 @@ def _tried_first(key: str, found: Sequence[Card]) -> str:
         return "nothing was seen to help in our runs"
     first = ordered[0]
     if isinstance(first, Card):
-        return "; ".join(_tried(card) for card in used[:2] if card.promise == first.promise)
+        word = "helped" if first.standing.helped else first.standing.meaning
+        links = (
+            _link(card).replace("methods.md", "docs/methods.md") for card in used[:2] if card.promise == first.promise
+        )
+        return f"{', '.join(links)}: {word}"
     if first.kind == "tool":
         return f"`{next(iter(first.use.values()))}`"
-    hosts = " and ".join(_HOST[host] for host in first.use)
-    does = re.split(r" \(|[,;:]", first.does)[0]
-    return f"option of {hosts}: {does[0].lower()}{does[1:]}"
+    *some, last = (_HOST[host] for host in first.use)
+    return f"option: `{_option(first)}` ({''.join(f'{host}; also ' for host in some)}{last})"
 
 
-def _tried(card: Card) -> str:
-    """A method, what it helped, and the strongest of what speaks against it, without figures."""
-    link = _link(card).replace("methods.md", "docs/methods.md")
-    if not card.standing.helped:
-        return f"{link} (better gradients in places)"
-    helped, *against = (
-        re.split(r" \(share\)| in `|, [-+]?\d", text)[0]
-        for text in (*card.standing.helped[:1], *card.standing.against[:1])
-    )
-    return f"{link} (helped: {helped}" + "".join(f"; against it: {text}" for text in against) + ")"
+def _option(answer: Answer) -> str:
+    """The name of the option in the first host that has it, without the section of the config it is in."""
+    line = next(iter(answer.use.values()))
+    return re.split(r"[:=]|; ", line)[0].rpartition(".")[2].rpartition(" ")[2]
