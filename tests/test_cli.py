@@ -492,8 +492,7 @@ def test_a_new_package_with_any_hook_keeps_the_contract_and_passes_its_tests(hoo
     printed = rl_plugins("check", f"rl_plugins_{name}:{cls}")
     assert "keeps the contract" in printed
     assert re.findall("warning      (.*)", printed) == [
-        "`use_when` of its card is empty; one sentence helps users choose.",
-        "`avoid_when` of its card is empty; one sentence helps users choose.",
+        "`use_when` and `avoid_when` of its card are empty; one sentence helps users choose.",
     ]
     made = getattr(importlib.import_module(f"rl_plugins_{name}"), cls)
     assert issubclass(made, Method) and made.claims() == (hook,)

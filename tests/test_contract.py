@@ -273,10 +273,9 @@ def test_prose_is_advice_for_a_method_of_your_own():
     report = check_method(type("Toy", (Method,), own))
     assert report.warnings == (
         "the docstring has 0 lines; it must open with the update rule and name symbols, shapes, errors and the source.",
-        "`use_when` of its card is empty; one sentence helps users choose.",
-        "`avoid_when` of its card is empty; one sentence helps users choose.",
+        "`use_when` and `avoid_when` of its card are empty; one sentence helps users choose.",
     )
-    assert str(report).count("  warning      ") == 3 and "prose: source" not in str(report)
+    assert str(report).count("  warning      ") == 2 and "prose: source" not in str(report)
     card = replace(GOOD["card"], paper=Paper("0000", "T", "A", 2026))
     of_a_paper = check_method(toy(advantages=advantages, __module__="mine", card=card))
     assert "an arXiv id such as 2402.03300" in of_a_paper.warnings[0]

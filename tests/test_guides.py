@@ -81,7 +81,7 @@ def test_code_of_a_page(tmp_path):
 
 CLASSES = {
     **{f"methods:{name}": {} for name in re.findall(r"^class (\w+)\(Method", (CODE / "methods.py").read_text(), re.M)},
-    "rambling:Rambling": {},
+    "rl_plugins_rambling:Rambling": {},
     "rollout:SecondThought": {},
     "sampler:Halfway": {},
     "service:Judged": {"judge": lambda text: 5},
@@ -138,7 +138,7 @@ def test_the_test_of_the_guide_passes_and_sees_a_reward_that_was_lost():
 
 def test_the_method_of_the_guide_is_what_new_writes_with_another_rule():
     written = files("rambling", ["rewards"])["src/rl_plugins_rambling/__init__.py"].splitlines()
-    mine = (CODE / "rambling.py").read_text().splitlines()
+    mine = (CODE / "rl_plugins_rambling.py").read_text().splitlines()
     other = [line for line in written if line not in mine]
     assert len(other) < 10, other
 

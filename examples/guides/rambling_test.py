@@ -1,10 +1,10 @@
-"""The test of the method in rambling.py. The guide docs/guides/methods.md shows this file."""
+"""The test of the method in rl_plugins_rambling.py. The guide docs/guides/methods.md shows this file."""
 
 from __future__ import annotations
 
 import math
 
-from rambling import Rambling
+from rl_plugins_rambling import Rambling
 
 from rl_plugins import testing
 

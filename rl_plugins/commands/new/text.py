@@ -116,27 +116,23 @@ pythonpath = ["src"]
 _README = """\
 # {dashed}
 
-The method `{name}` for rl-plugins. It changes: {hooks}. In an environment that has rl-plugins:
+The method `{name}` for rl-plugins. It changes: {hooks}.
 
     pip install -e . pytest
     rl-plugins check {name}
     pytest
     rl-plugins trl grpo --config run.yaml --methods {name}
 
-Others install rl-plugins from its repository first, then this package: from its folder, its wheel or its git address.
-For verl both must be on every node.
+Install rl-plugins first, then this package: from its folder, its wheel or its git address; for verl on every node.
 
 What to do with this start:
 
-1. In `src/{module}/__init__.py`, put your update rule into the docstring and your formula into the hook. Take out the
-   hooks that you do not need.
-2. In `src/{module}/{name}.toml`, tell users when the method helps, and what it costs.
-3. Run `rl-plugins check {name}` after every change: it tells what breaks the contract. Before the package is installed,
-   `rl-plugins check {module}:{cls}` does the same.
-4. In `tests/`, compare with numbers that you know: a plain loop, a paper's table, the authors' code.
+1. `src/{module}/__init__.py`: your update rule in the docstring, your formula in the hook.
+2. `src/{module}/{name}.toml`: when the method helps, and what it costs.
+3. `tests/`: compare with numbers that you know: a plain loop, a paper's table, the authors' code.
 
-In the clone of rl-plugins, docs/guides/methods.md has an example of each hook, and docs/reference.md the signatures:
-hooks, fields of `Rollouts`, statistics of groups, functions for tests.
+In the clone of rl-plugins, docs/guides/methods.md goes from here to a comparison with plain GRPO, and
+docs/guides/hooks.md has an example of each hook.
 """
 
 _CARD = """\

@@ -63,9 +63,9 @@ def prose_problems(cls: type[Method]) -> list[str]:
             'fidelity is "reconstruction", so the docstring must say in its first lines what was not published.'
         )
     problems += section_problems(doc)
-    for attribute in ("use_when", "avoid_when"):
-        if not getattr(card, attribute):
-            problems.append(f"`{attribute}` of its card is empty; one sentence helps users choose.")
+    if empty := [f"`{name}`" for name in ("use_when", "avoid_when") if not getattr(card, name)]:
+        verb = "is" if len(empty) == 1 else "are"
+        problems.append(f"{' and '.join(empty)} of its card {verb} empty; one sentence helps users choose.")
     return problems
 
 
