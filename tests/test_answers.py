@@ -17,7 +17,7 @@ from rl_plugins.cards.claims import MEASURES
 from rl_plugins.cards.info import info
 from rl_plugins.cards.problems import ANSWERS
 from rl_plugins.cards.results import Result
-from rl_plugins.cards.usage import VERL_BASE, asynchronous_lines
+from rl_plugins.cards.usage import ASYNCHRONOUS, VERL_BASE, asynchronous_lines
 from rl_plugins.runtime.stack import build_stack
 
 CARDS = {card.name: card for card in cards()}
@@ -39,6 +39,7 @@ def test_lines_of_trl_build_its_config_or_run(tmp_path):
     usual = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 16}
     of_grpo, of_async = ({f.name for f in fields(kind)} for kind in (trl.GRPOConfig, AsyncGRPOConfig))
     of_model = {f.name for f in fields(trl.ModelConfig)} - of_grpo
+    assert of_async - of_grpo >= ASYNCHRONOUS
     for one in ANSWERS:
         if one.kind != "option" or not (line := one.use.get("trl")):
             continue

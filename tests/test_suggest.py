@@ -365,6 +365,11 @@ def test_what_a_run_lacks_is_named_and_comes_later(tmp_path):
     config.write_text("num_iterations: 1\n")
     old = json.loads(answer(str(config), "--for", "stale rollouts", "--json"))["answers"]
     assert next(a for a in old if a["name"] == "vcpo")["lacks"] == {"num_iterations": 2}
+    config.write_text("max_staleness: 4\n")  # of TRL's asynchronous trainer, whose rollouts are old anyway
+    old = json.loads(answer(str(config), "--for", "stale rollouts", "--json"))["answers"]
+    assert next(a for a in old if a["name"] == "vcpo")["lacks"] == {}
+    equal = json.loads(answer(str(config), "--for", "equal rewards", "--json"))["answers"]
+    assert next(a for a in equal if a["name"] == "vade")["lacks"] == {"trainer": "GRPOTrainer"}
 
 
 # ---- whether to use a method

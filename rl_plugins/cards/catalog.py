@@ -106,7 +106,8 @@ class Entry:
 def index() -> Mapping[str, Mapping[str, Any]]:
     """What `make docs` read off the classes of this package, so that nobody who chooses waits for torch: name ->
     `entry`, the fields of its `Entry`; `use`, host -> what to add to a command line; `needs` and `notes` of
-    `usage.Needs`; `excludes`, reason -> built-in methods that cannot run beside it."""
+    `usage.Needs`; `asynchronous`, the needs in TRL's asynchronous trainer, null if it does not serve it; `excludes`,
+    reason -> built-in methods that cannot run beside it."""
     found: dict[str, Any] = json.loads(files("rl_plugins.cards").joinpath("index.json").read_text(encoding="utf-8"))
     return found
 

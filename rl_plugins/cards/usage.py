@@ -47,6 +47,17 @@ VERL_BASE: dict[str, Any] = {
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 8,
     "algorithm.adv_estimator": "grpo",
 }
+# Options that TRL's asynchronous trainer alone has.
+ASYNCHRONOUS = {
+    "max_staleness",
+    "token_budget",
+    "weight_sync_steps",
+    "weight_sync_timeout",
+    "max_inflight_tasks",
+    "queue_maxsize",
+    "fork_threshold_tokens",
+    "heartbeat_stale_after_s",
+}
 
 
 @dataclass(frozen=True)
@@ -198,12 +209,33 @@ class Needs:
         return " ".join([*(f"{name}: {json.dumps(value)}." for name, value in self.values.items()), *self.notes])
 
 
-def needs_of_run(card: Card) -> Needs:
-    """What a run of TRL must have for a method or bundle."""
+def needs_of_run(card: Card, asynchronous: bool = False) -> Needs:
+    """What a run of TRL must have for a method or bundle.
+
+    Args:
+        asynchronous: a run of TRL's asynchronous trainer; another trainer, if that one does not serve it.
+    """
     if card.entry.distribution == OURS and (known := indexed(card.name)):
-        return Needs(known["needs"], tuple(known["notes"]))
-    usage = usage_of(card.found, paper=False)
-    return Needs(usage.needs, usage.notes)
+        values, notes = known["asynchronous" if asynchronous else "needs"], tuple(known["notes"])
+    else:
+        usage = usage_of(card.found, paper=False)
+        values, notes = needs_of_async(card.found) if asynchronous else usage.needs, usage.notes
+    if values is None:
+        return Needs({"trainer": "GRPOTrainer"}, ("TRL's asynchronous trainer does not serve it.",))
+    return Needs(values, notes)
+
+
+def needs_of_async(found: type[Method] | Bundle) -> dict[str, Any] | None:
+    """What a config of TRL's asynchronous trainer must have; None if it cannot serve this."""
+    of_trl, _ = MODES
+    if not all(of_trl in modes_of(cls) for cls in parts_of(found)):
+        return None
+    return usage_of(found, paper=False, asynchronous=True).needs
+
+
+def is_asynchronous(run: Mapping[str, Any]) -> bool:
+    """Whether a config is one of TRL's asynchronous trainer."""
+    return bool(ASYNCHRONOUS & set(run))
 
 
 def usage_of(found: type[Method] | Bundle, paper: bool = True, asynchronous: bool = False) -> Usage:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from rl_plugins.cards.catalog import Card, answering, cards, in_order
 from rl_plugins.cards.problems import ANSWERS, PROBLEMS, Answer
-from rl_plugins.cards.usage import Needs, needs_of_run
+from rl_plugins.cards.usage import Needs, is_asynchronous, needs_of_run
 from rl_plugins.commands.suggest.run_logs import RunLogs
 from rl_plugins.commands.suggest.search import Hit, search
 from rl_plugins.commands.suggest.symptoms import Sign, not_told, signs_of
@@ -154,7 +154,8 @@ def suggestion(
     """
     near = near or {}
     found = [c for c in answering(key, cards()) if asked.host in c.hosts and (turns or "agents" not in c.problems)]
-    lacking = {c.name: needs_of_run(c).beyond(asked.run) for c in found} if asked.run is not None else {}
+    run = asked.run
+    lacking = {c.name: needs_of_run(c, is_asynchronous(run)).beyond(run) for c in found} if run is not None else {}
     found.sort(key=lambda c: (c.promise, c.name in lacking and bool(lacking[c.name].values), -near.get(c.name, 0)))
     of_host = [answer for answer in ANSWERS if key in answer.problems and asked.host in answer.use]
     return Suggestion(key, evidence, in_order(found, of_host), lacking)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from rl_plugins.cards.catalog import OURS, card_of, entry_of, plugins
 from rl_plugins.cards.pairs import conflicts, excluded
-from rl_plugins.cards.usage import usage_of
+from rl_plugins.cards.usage import needs_of_async, usage_of
 from rl_plugins.core.method import Bundle
 from rl_plugins.runtime import registry
 
@@ -24,7 +24,13 @@ def text() -> str:
         del entry["name"], entry["problem"]
         usage = usage_of(of, paper=False)
         use = {"trl": usage.flags(), "verl": " ".join(usage.overrides(base=False))}
-        said = {"entry": entry, "use": use, "needs": usage.needs, "notes": usage.notes}
-        said["excludes"] = excluded(apart, card_of(of, vetoed).parts)
+        said = {
+            "entry": entry,
+            "use": use,
+            "needs": usage.needs,
+            "asynchronous": needs_of_async(of),
+            "notes": usage.notes,
+            "excludes": excluded(apart, card_of(of, vetoed).parts),
+        }
         lines.append(f"{json.dumps(name)}: {json.dumps(said)}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
