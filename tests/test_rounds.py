@@ -10,7 +10,7 @@ from rl_plugins.core.method import Method
 from rl_plugins.core.rollouts import MAX_ROUNDS, PlanRow
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.rounds import Rounds, in_rounds, most_in_rounds
-from rl_plugins.runtime.stack import MethodStack, build_stack
+from rl_plugins.runtime.stack import MethodStack, Watcher, build_stack
 from rl_plugins.testing import make_run
 
 
@@ -94,6 +94,19 @@ def test_a_later_round_is_of_the_batch_the_first_was_of():
     assert [g.rewards.tolist() for g in m.plans[1].so_far] == [[*range(0, 60, 2)], [*range(1, 60, 2)]]
 
 
+class Reasons(Watcher):
+    """Keeps the groups that methods gave a reason for in `plan`."""
+
+    name = "reasons"
+
+    def __init__(self):
+        super().__init__()
+        self.groups = set()
+
+    def saw(self, hook, method, args, result, notes):
+        self.groups |= {group for note in notes if hook == "plan" for group in note.rows}
+
+
 def one_fails(group, k):
     return float(group > 0)
 
@@ -117,9 +130,10 @@ def mixed(group, k):
         ),
     ],
 )
-def test_the_most_rounds_and_rollouts_of_a_method_are_told_and_no_batch_takes_more(name, params, reward):
+def test_a_method_with_rounds_tells_how_many_at_most_and_why_it_asks(name, params, reward):
     """With these rewards a batch takes as many rounds, or rollouts, as are told."""
-    stack = build_stack([name], {name: params})
+    reasons = Reasons()
+    stack = MethodStack([*build_stack([name], {name: params}).methods, reasons])
     stack.start(make_run(group_size=8, dataset_size=40, dataset=[{"prompt": "a question"}] * 40))
     plan = first_plan(stack, range(4), 8, 32, 40)
     rounds = Rounds(stack, plan.rows, 8, 32, 40)
@@ -127,8 +141,11 @@ def test_the_most_rounds_and_rollouts_of_a_method_are_told_and_no_batch_takes_mo
         group = torch.tensor([row.group for row in rounds.rows for _ in range(row.n + row.spare)])
         number = [group[:i].tolist().count(g) for i, g in enumerate(group.tolist())]
         rewards = [reward(g, k) for g, k in zip(group.tolist(), number, strict=True)]
-        if not rounds.more(group, torch.tensor(rewards, dtype=torch.float64)):
+        reasons.groups.clear()
+        more = rounds.more(group, torch.tensor(rewards, dtype=torch.float64))
+        if not more:
             break
+        assert {row.group for row in more} <= reasons.groups
     most, rollouts = most_in_rounds(stack, plan)
     assert rounds.number <= most and len(group) <= rollouts
     assert rounds.number == most or len(group) == rollouts

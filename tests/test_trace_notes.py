@@ -12,6 +12,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from cases import case_of
+from test_contract import BUILT_IN
 from test_services import Server
 from test_trace import Letters, read
 from traces import by_name
@@ -36,11 +38,16 @@ from rl_plugins.methods.latr import Latr
 from rl_plugins.methods.mc_grpo import McGrpo
 from rl_plugins.methods.vade import Vade
 from rl_plugins.methods.xrpo_allocate import XrpoAllocate
+from rl_plugins.runtime import registry
 from rl_plugins.runtime.decide import decide
 from rl_plugins.runtime.plan import first_plan, next_plan
-from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.stack import MethodStack, Watcher
 from rl_plugins.runtime.trace import trace_of
+from rl_plugins.runtime.trace.notes import rendered
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, make_turns
+from rl_plugins.testing.contract.host import run_batch
+from rl_plugins.testing.contract.kit import Kit
+from rl_plugins.testing.contract.scenarios import scenarios
 from rl_plugins.testing.data import make_token_ids
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 
@@ -336,3 +343,39 @@ class Talk:
 
     def close(self) -> None:
         pass
+
+
+class Reasons(Watcher):
+    """Keeps the rows that a `select` hook took out, and those of them that it said nothing of."""
+
+    name = "reasons"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gone, self.untold = 0, 0
+
+    def saw(self, hook: str, method: str, args: tuple[Any, ...], result: Any, notes: Any) -> None:
+        if hook == "select" and result is not None:
+            gone = args[0].kept & ~torch.as_tensor(result).bool()
+            told = {row for note in notes for row, _ in rendered(note, len(gone))}
+            self.gone += int(gone.sum())
+            self.untold += len(set(gone.nonzero()[:, 0].tolist()) - told)
+
+
+SELECTING = [n for n in BUILT_IN if "select" in getattr(registry.load(n), "claims", tuple)()]
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_every_row_that_select_takes_out_has_a_reason(name: str) -> None:
+    case, reasons = case_of(name), Reasons()
+    params = {**case.params, **({"replaces": "no_signal"} if name == "rollout_replay" else {})}
+    kit = Kit(registry.load(name), params, case.prepare, case.rows or ())
+    kit.build()
+    for place, rollouts, tokens in scenarios(kit):
+        kit.decide(kit.stack(reasons), rollouts, tokens)
+        assert not reasons.untold, place
+    stack = kit.stack(reasons)
+    for _ in range(4):
+        run_batch(kit, stack)
+    assert not reasons.untold
+    assert reasons.gone or name in ("swarm_sapo", "ui_s1"), "by groups that no rollout here is of"

@@ -142,6 +142,8 @@ class BestPerm(Method):
                     tried = order[plan.round - 1]
                     n = min(p.n_hint, left)
                     rows.append(self._hinted(group.row, tried, hints[tried], n))
+                    text = "hint {hint} after {failed} rollouts without a success"
+                    self.note([group.row.group], text, hint=tried, failed=len(group.rewards))
                     left -= n
         return plan.replace(rows=tuple(rows))
 

@@ -122,8 +122,13 @@ class DartPool(Method):
         if self.traced:
             gone, rates = once.rows.rows(own & groups.rows(~stays)), once.rows.rows(groups.rows(rate))
             self.note(gone, "the group has the success rate {rate:.2f}", rate=rates)
+            old, needless = own & groups.rows(stays) & ~keep, given & ~groups.rows(replaced)
+            self.note(once.rows.rows(old), "the oldest failure: a stored success has its place")
+            self.note(once.rows.rows(needless), "a stored success that the group does not need")
             self.note(once.rows.rows(given & groups.rows(replaced)), "a stored success: the group has none")
-        return once.rows.rows(self._trimmed(rollouts, keep)) & rollouts.kept
+        trained = self._trimmed(rollouts, keep)
+        self.note(once.rows.rows(keep & ~trained), "beyond the size of a group")
+        return once.rows.rows(trained) & rollouts.kept
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
         return Shape(keep_rows=~torch.isin(rollouts.group, self._solved))

@@ -100,6 +100,7 @@ class DoraReuse(Method):
             total, free = max(1, plan.budget // plan.group_size), max(row.group for row in rows) + 1
             self.state = {**self.state, "total": total}
             reused = [row.replace(group=free + k) for k, row in enumerate(self._drawn(plan, total))]
+            self.note([row.group for row in reused], "a stored group of an earlier batch")
             self._spare = len(reused) + int(p.spare_share * total + 1e-6)
         spare = min(self._spare, len(rows) - (not reused))
         self._spare -= spare
@@ -122,10 +123,13 @@ class DoraReuse(Method):
         check_prompts(rollouts, self.name)
         groups = rollouts.groups
         signal = groups.max(rollouts.reward) > groups.min(rollouts.reward)  # False without rewards
-        return groups.rows(signal) | rollouts.has_mark(self.name)
+        keep = groups.rows(signal) | rollouts.has_mark(self.name)
+        self.note(~keep, "no two rewards of the group differ")
+        return keep
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
         trained = self._trained(rollouts)
+        self.note(~trained, "the batch was full without this group")
         return None if bool(trained.all()) else Shape(keep_rows=trained)
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:

@@ -64,7 +64,9 @@ class DynamicSampling(Method):
         taken = {g.row.prompt_index for g in plan.so_far}
         new = self._others(taken, math.ceil(self.params.refill * missing), plan)
         first, size = plan.so_far[-1].row.group + 1, own[0].row.spare  # groups ascend
-        rows = (PlanRow(i, first + k, 0, spare=size).marked(self.name, plan.round) for k, i in enumerate(new))
+        rows = [PlanRow(i, first + k, 0, spare=size).marked(self.name, plan.round) for k, i in enumerate(new)]
+        text = "round {round}: {missing} of {wanted} groups lacked unequal rewards"
+        self.note([row.group for row in rows], text, round=1 + plan.round, missing=missing, wanted=wanted)
         return plan.replace(rows=(*plan.rows, *rows))
 
     def further_rounds(self, plan: Plan) -> tuple[int, int]:
@@ -80,6 +82,8 @@ class DynamicSampling(Method):
         own, wanted = number >= 0, int((number == 0).sum())
         signal = own & (groups.max(outcome) > groups.min(outcome))
         keep = signal & (torch.cumsum(signal, 0) <= wanted)
+        self.note(groups.rows(own & ~signal), self._no_signal)
+        self.note(groups.rows(signal & ~keep), "the batch was full without this group")
         if wanted:
             filled, trained = int(keep.sum()) / wanted, groups.size[keep].sum()
             self.log("rounds", 1 + number.max())
@@ -89,6 +93,12 @@ class DynamicSampling(Method):
             if filled < 1:
                 self.warn("a batch is not full (metric dynamic_sampling/filled). Raise `max_rounds` or `refill`.")
         return groups.rows(keep | ~own)
+
+    @property
+    def _no_signal(self) -> str:
+        if self.params.success_threshold is None:
+            return "no two rewards of the group differ"
+        return "the group does not have both a success and a failure"
 
     def _outcome(self, reward: Tensor) -> Tensor:
         """What must differ in a group: rewards, or 1 and 0 for success and failure."""

@@ -95,7 +95,9 @@ class EchoLabels(Method):
         given = [torch.nan if n is None else n for n in rollouts.marks(self.name)]
         groups = rollouts.groups
         trained = groups.rows(groups.max(torch.tensor(given, dtype=torch.float64)))
-        return torch.isnan(trained) | (rollouts.rollout < trained)
+        keep = torch.isnan(trained) | (rollouts.rollout < trained)
+        self.note(~keep, "spare: it votes, and is not trained")
+        return keep
 
     def _answer(self, text: str) -> str | None:
         try:

@@ -141,6 +141,7 @@ class GrpoRoc(Method):
                 (gone & ~whole & wrong, "wrong, and not among the first of its group"),
             ):
                 self.note(each.rows(rows), why)
+            self.note(torch.isnan(rollouts.reward) & each.rows(gone & ~whole), "no reward")
             text = "right, with a larger penalty than others of its group: {penalty:.2f}"
             self.note(each.rows(gone & ~whole & correct), text, penalty=each.rows(penalty))
         self.state.clear()

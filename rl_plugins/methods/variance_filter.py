@@ -56,4 +56,8 @@ class VarianceFilter(Method):
         keep[order] = (before < p.share * v.sum() - p.slack) & (falling > 0)
         self.log("kept", keep.double().mean())
         self.log("kept_spread", v[keep].sum() / v.sum().clamp(min=1e-30))
+        if self.traced:
+            text = f"the {p.spread} {{spread:.3g}} of the group's rewards is not among the largest"
+            spread = each.rows.rows(each.groups.rows(v))
+            self.note(each.rows.rows(each.groups.rows(~keep)) & rollouts.kept, text, spread=spread)
         return each.rows.rows(each.groups.rows(keep)) & rollouts.kept

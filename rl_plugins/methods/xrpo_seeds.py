@@ -123,6 +123,7 @@ class XrpoSeeds(Method):
             left = self.state["left"]
             rest = [(g.row, left.get(str(g.row.group), 0)) for g in plan.so_far]
             rows += tuple(row.replace(n=n, spare=0, given=()) for row, n in rest if n)
+            self.note([row.group for row, n in rest if n], "the second half of its rollouts")
         self.log("later", sum(row.n + row.spare for row in rows), "sum")
         seeded, count = [], {g: len(of.rewards) for g, of in so_far.items()}
         failed = {g for g, of in so_far.items() if self.params.successes(of.rewards).nanmean() == 0}
@@ -132,6 +133,8 @@ class XrpoSeeds(Method):
             new = self._seeded(row, examples[row.prompt_index]) if again else row
             size = row.n + row.spare
             if new is not row:
+                text = "{examples} solved examples after {failed} rollouts without a success"
+                self.note([row.group], text, examples=len(examples[row.prompt_index]), failed=count[row.group])
                 self.state["seeded"].append([row.group, count[row.group], size])
             if row.group in count:
                 count[row.group] += size

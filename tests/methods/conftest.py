@@ -11,7 +11,7 @@ from rl_plugins.core.rollouts import Plan, PlanRow
 from rl_plugins.runtime.rounds import Rounds, most_in_rounds
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def bounded_rounds() -> Iterator[None]:
     more = Rounds.more
 

@@ -195,6 +195,9 @@ class Dots(Method):
         self._begin(self.params.cycle * fresh, self._size())
         start = max(g.row.group for g in plan.so_far) + 1
         chosen = self.state["left"][:fresh]
+        if "predicted" in self.state:
+            groups_of, rates = range(start, start + len(chosen)), self.state["predicted"][chosen]
+            self.note([*groups_of], "predicted pass rate {predicted:.2f}", predicted=rates)
         return plan.replace(rows=tuple(PlanRow(i, start + j, plan.group_size) for j, i in enumerate(chosen)))
 
     def _predict(self, prompts: Tensor, rates: Tensor) -> None:

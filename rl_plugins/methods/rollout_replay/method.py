@@ -138,10 +138,11 @@ class RolloutReplay(Method):
             len(g.rewards) == size and len(set(g.rewards[~g.rewards.isnan()].tolist())) < 2 for g in plan.so_far
         )
         free = 1 + max(row.group for row in (*(g.row for g in plan.so_far), *plan.rows))
-        rows = (self._row(stored, i, free + k) for k, i in enumerate(self._drawn(stored, size, size * equal)))
+        rows = [self._row(stored, i, free + k) for k, i in enumerate(self._drawn(stored, size, size * equal))]
         return plan.replace(rows=(*plan.rows, *rows))
 
     def _row(self, stored: Buffer, i: int, number: int) -> PlanRow:
+        self.note([number], "a stored group, begun by the weights {version}", version=int(stored.version[i]))
         row = planned(stored, i, number, self.state["names"])
         return row.marked(self.name, (int(stored.question[i]), self._next()))
 
@@ -153,7 +154,9 @@ class RolloutReplay(Method):
         groups, reward = rollouts.groups, weighted_reward(rollouts.rewards, rollouts.reward_weights)
         replayed = groups.max(rollouts.has_mark(self.name).double()) > 0
         equal = (groups.size == self._group_size) & ~(groups.max(reward) > groups.min(reward)) & ~replayed
-        return ~groups.rows(equal & (torch.cumsum(equal, 0) <= replayed.sum()))
+        gone = groups.rows(equal & (torch.cumsum(equal, 0) <= replayed.sum()))
+        self.note(gone, "no two rewards of the group differ: a stored group has its place")
+        return ~gone
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         p = self.params

@@ -29,6 +29,7 @@ from transformers import TrainerCallback
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.lab.demo.tasks import build_dataset
+from rl_plugins.lab.viewer.folder import TraceFolder
 
 pytestmark = pytest.mark.host
 
@@ -112,8 +113,18 @@ def test_dars_gives_hard_prompts_a_second_helping(tmp_path: Any) -> None:
 
 
 def test_dynamic_sampling_fills_batches_with_groups_that_have_signal(tmp_path: Any) -> None:
-    t, _, decisions = sampled(tmp_path, ["dynamic_sampling"], max_steps=2)
+    t, _, decisions = sampled(tmp_path, ["dynamic_sampling"], max_steps=2, trace=True)
+    trace = TraceFolder(tmp_path)
     for number, d in enumerate(decisions):
+        reasons = trace.why_chosen(number)
+        refills = {group for group in reasons if any(why.startswith("dynamic_sampling") for why in reasons[group])}
+        assert refills and refills == {*d.rollouts.group.tolist()} - set(range(8)), "all groups of later rounds"
+        untold = [
+            r["row"]
+            for r in trace.rollouts(number)
+            if r["trained"] == any("dynamic_sampling" in n["method"] for n in r["notes"])
+        ]
+        assert not untold
         assert history(t, "dynamic_sampling/rollouts_per_row")[number] == pytest.approx(check_dynamic_sampling(d))
         torch.testing.assert_close(d.row_advantages[d.trained], centered(d, deviation(1e-4)))
     assert history(t, "dynamic_sampling/filled") == [1.0, 1.0]
