@@ -797,7 +797,7 @@ def test_the_weights_of_an_example_are_those_of_its_score():
 
 
 def test_files_named_on_the_page_and_in_the_list_of_examples_exist():
-    for page in ("docs/verl.md", "examples/README.md"):
+    for page in ("docs/verl.md", "docs/verl_details.md", "examples/README.md"):
         for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
             if not target.startswith("http"):
                 assert (ROOT / page).parent.joinpath(target).exists(), (page, target)

@@ -134,7 +134,7 @@ def test_pages_and_parts_that_only_the_site_has(read: dict[Path, Page], site: Pa
         "choose": "Combinations that exclude each other",
         "supervised": "One-Token Rollout",
         "trl": "AsyncGRPOTrainer",
-        "verl": "switched on by",
+        "verl_details": "switched on by",
         "diffusion": "updates_per_batch",
         "samplers": "plans in rounds",
     }

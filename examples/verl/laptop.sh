@@ -15,6 +15,7 @@
 #   +reward.custom_reward_function.reward_kwargs.binary  with methods: the score is graded, or right or wrong
 #   +rl_plugins.method_params...                parameters of some methods, such as dars.n_first=3
 #   actor_rollout_ref.actor.ppo_epochs=2        with methods that correct for off-policy updates
+# So runs of this script have different rewards; `rl-plugins demo --host verl METHOD` compares under equal ones.
 # OUT/overrides.txt has all overrides, also those that a CPU needs (docs/verl_cpu.md).
 #
 # To resume: save with `-- trainer.save_freq=10`, then start again for more steps, with the same methods:

@@ -1,5 +1,5 @@
 """Everything the adapter changes in objects that are not its own: what, why, what switches it on, and the patch of verl
-that ends it. docs/verl.md shows this table; a test compares them.
+that ends it. docs/verl_details.md shows this table; a test compares them.
 
 Where a config names no methods, nothing of verl behaves differently: the two guards look at the config and hand on, and
 what is registered stands under names of ours, which nobody asks for.

@@ -55,7 +55,7 @@ FILLED: dict[str, Callable[[str], str]] = {
     "docs/quality.md": lambda text: f"{text}\n{quality.results()}",
     "docs/supervised.md": losses.with_cards,
     "docs/trl.md": lambda text: source.with_trainers(source.with_changes("trl", text)),
-    "docs/verl.md": partial(source.with_changes, "verl"),
+    "docs/verl_details.md": partial(source.with_changes, "verl"),
     "docs/diffusion.md": diffusion.with_parts,
     "docs/samplers.md": source.with_samplers,
 }
