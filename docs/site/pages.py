@@ -36,7 +36,7 @@ EVIDENCE = ROOT / "examples" / "evidence"
 # Navigation: heading -> pages in this order. A page of docs/ that is named nowhere is added to the last but one.
 NAVIGATION = {
     "Start": ["readme", "install", "choose", "faq", "probe", "compare", "real", "examples"],
-    "Hosts": ["trl", "verl", "verl_details", "verl_cpu", "diffusion", "masked_diffusion"],
+    "Hosts": ["trl", "trl_details", "verl", "verl_details", "verl_cpu", "diffusion", "masked_diffusion"],
     "Guides": [
         *("guides/index", "guides/rewards", "guides/environment", "guides/methods", "guides/hooks", "guides/rollout"),
         "guides/*",

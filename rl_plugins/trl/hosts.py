@@ -1,6 +1,6 @@
 """The trainers of TRL: which of them serve methods, why the others do not, and what the loss that runs averages over.
 
-docs/trl.md shows the table; a test holds it against the trainers of the installed TRL.
+docs/trl_details.md shows the table; a test holds it against the trainers of the installed TRL.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def check_served(cls: type) -> None:
     name, why = (found.name, found.why) if found else (cls.__name__, "it is no trl.GRPOTrainer")
     raise ConfigError(
         f"Methods are not served by {name}: {why}. Use rl_plugins.trl.GRPOTrainer, or leave `methods` empty. "
-        f"docs/trl.md has the table of TRL's trainers."
+        f"docs/trl_details.md has the table of TRL's trainers."
     )
 
 
@@ -172,13 +172,13 @@ def unknown_loss(loss: Loss, names: str) -> str:
     """Why methods that take out rows or tokens, or touch the surrogate, are refused under a loss nobody knows."""
     return (
         f"{loss.own} has a loss of its own, and nobody says how it averages rows; {names} cannot be exact with it. "
-        f'State it in the class of the trainer, for example `loss_like = "grpo"` for a mean over rows (docs/trl.md, '
-        f"Trainers), or remove the method."
+        f'State it in the class of the trainer, for example `loss_like = "grpo"` for a mean over rows '
+        f"(docs/trl_details.md, Trainers), or remove the method."
     )
 
 
 def trainer_table(trainers: Sequence[TrlTrainer] = TRAINERS) -> str:
-    """The table of docs/trl.md, in Markdown."""
+    """The table of docs/trl_details.md, in Markdown."""
     rows = [("trainer", "methods", "why", "two steps without methods"), ("---",) * 4]
     for t in trainers:
         stable = hasattr(trl, t.name) and t.module.startswith("trl.trainer")

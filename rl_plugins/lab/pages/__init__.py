@@ -54,7 +54,7 @@ FILLED: dict[str, Callable[[str], str]] = {
     "docs/bench.md": lambda text: f"{text}\n{bench.results()}",
     "docs/quality.md": lambda text: f"{text}\n{quality.results()}",
     "docs/supervised.md": losses.with_cards,
-    "docs/trl.md": lambda text: source.with_trainers(source.with_changes("trl", text)),
+    "docs/trl_details.md": lambda text: source.with_trainers(source.with_changes("trl", text)),
     "docs/verl_details.md": partial(source.with_changes, "verl"),
     "docs/diffusion.md": diffusion.with_parts,
     "docs/samplers.md": source.with_samplers,

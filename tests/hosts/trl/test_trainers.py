@@ -203,7 +203,7 @@ def test_every_trainer_of_the_installed_trl_is_in_the_table():
 
 
 def test_the_docs_show_the_table():
-    page = (Path(__file__).parents[3] / "docs" / "trl.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "trl_details.md").read_text(encoding="utf-8")
     assert hosts.trainer_table() in with_trainers(page)
 
 
