@@ -190,8 +190,8 @@ def test_a_link_to_nothing_stops_the_build(tmp_path: Path, monkeypatch: pytest.M
     import pages
 
     site = pages.Site(tmp_path)
-    text = "[a](docs/trl_details.md#trainers) [m](docs/methods.md#vade) [f](constraints.txt) [d](patches/) [w](https://x.org)"
-    moved = "[a](trl_details.md#trainers) [m](methods/vade.md) [f](files/constraints.txt.md) d [w](https://x.org)"
+    text = "[a](docs/trl.md#run) [m](docs/methods.md#vade) [f](constraints.txt) [d](patches/) [w](https://x.org)"
+    moved = "[a](trl.md#run) [m](methods/vade.md) [f](files/constraints.txt.md) d [w](https://x.org)"
     assert site.moved(text, "README.md") == moved
     assert site.moved("```\n[a](b.md)\n```\n", "README.md") == "```\n[a](b.md)\n```\n"
     with pytest.raises(ValueError, match=r"README.md links to docs/no.md, which does not exist"):
