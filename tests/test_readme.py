@@ -1,4 +1,4 @@
-"""The README's examples run as printed; the example configs are ones that take effect."""
+"""The README's examples, and verl's command on its page, run as printed; the example configs are ones that take effect."""
 
 from __future__ import annotations
 
@@ -46,14 +46,16 @@ def test_the_script_takes_effect_and_trains_in_two_processes_as_printed(tmp_path
 
 
 @pytest.mark.host
-def test_the_command_of_verl_in_the_readme_takes_effect_as_printed(tmp_path):
+def test_the_command_of_verls_page_takes_effect_as_printed(tmp_path):
     """The doctor and verl's own check have nothing to add to it; what of the user's is not here (data, model) is a
     note."""
     from verl.utils.config import validate_config
 
     from rl_plugins.verl.config import compose
 
-    (command,) = re.findall(r"^python -m verl.trainer.main_ppo (?:.*\\\n)*.*", (ROOT / "README.md").read_text(), re.M)
+    (command,) = re.findall(
+        r"^python -m verl.trainer.main_ppo (?:.*\\\n)*.*", (ROOT / "docs" / "verl.md").read_text(), re.M
+    )
     words = shlex.split(command.replace("\\\n", " "))
     validate_config(compose(words[3:]), use_reference_policy=False, use_critic=False)
     done = subprocess.run(
