@@ -8,9 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from rl_plugins.runtime.host_names import Change
 
@@ -201,6 +204,14 @@ CHANGES = (
         "saved.skip_passes",
     ),
     Change(
+        "`torch.load`, for good: a file may be loaded to `cpu:0`, `cpu:1`, .. as to `cpu`",
+        "accelerate gives these names to several processes without GPUs, the host loads its optimizer to them, and "
+        "torch knows `cpu` only",
+        "a resume with any method, in several processes without GPUs",
+        "none",
+        "stateful.StatefulMixin.train",
+    ),
+    Change(
         "trainer: a note in `state.stateful_callbacks`; `trainer_state.json` of a checkpoint that is written once more "
         "goes first",
         "a checkpoint whose state was lost is told from one without methods, and a half-written one from a whole one",
@@ -261,6 +272,17 @@ def changed(thing: Any, **values: Any) -> Iterator[None]:
                 setattr(thing, name, before[name])
             else:
                 delattr(thing, name)
+
+
+@functools.cache
+def load_to_numbered_cpus() -> None:
+    """`torch.load(file, map_location="cpu:1")` loads to the CPU."""
+    priority = 9  # torch's own for the CPU is 10
+    torch.serialization.register_package(
+        priority,
+        lambda storage: None,
+        lambda storage, location: storage if re.fullmatch(r"cpu:\d+", location) else None,
+    )
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl_plugins.runtime.ranks import on_driver
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.trl.changes import changed
+from rl_plugins.trl.changes import changed, load_to_numbered_cpus
 from rl_plugins.trl.config import as_names
 from rl_plugins.trl.model_card import methods_section
 from rl_plugins.trl.saved import check_saved, resume_from
@@ -32,6 +32,7 @@ class StatefulMixin(_Host):
             if found is not None:
                 check_saved(self, found)
                 if self.methods:
+                    load_to_numbered_cpus()
                     self._methods_callback.resume_from = resume_from_checkpoint = found
         return super().train(resume_from_checkpoint, *args, **kwargs)
 

@@ -27,7 +27,7 @@ FSDP2 = {  # options of `accelerate launch`, as users write them
 }
 
 _ROWS: dict[str, Any] = dict(loss_type="grpo", beta=0.04)
-_ADAM: dict[str, Any] = dict(optim="adamw_torch", adam_epsilon=1e-3, learning_rate=1e-3)
+ADAM: dict[str, Any] = dict(optim="adamw_torch", adam_epsilon=1e-3, learning_rate=1e-3)
 _SAVED: dict[str, Any] = dict(max_steps=4, resume=2, evaluate=2)
 CORRIDOR: dict[str, Any] = {  # a narrow one around the entropy of each turn of a program
     "walk": {"greedy": True, "uneven": True},
@@ -40,20 +40,20 @@ _REAL: dict[str, Any] = dict(real=True, max_completion_length=130, top_k=1)  # T
 # corridor for the entropy of its turns, evaluated by TRL's own generation; a program that evaluates; LoRA with layers
 # that are computed again in the backward pass.
 SHARDED: list[Any] = [
-    ["surrogate", ["vade", "minpro"], {**_SAVED, **_ADAM, "num_iterations": 2}],
-    ["rows leave", ["over"], {**_SAVED, **_ADAM, **_ROWS, "method_params": {"over": {"first": False}}}],
+    ["surrogate", ["vade", "minpro"], {**_SAVED, **ADAM, "num_iterations": 2}],
+    ["rows leave", ["over"], {**_SAVED, **ADAM, **_ROWS, "method_params": {"over": {"first": False}}}],
     [
         "whole groups",
         ["drpo"],
-        {**_ADAM, "max_steps": 2, "gradient_accumulation_steps": 2, "method_params": {"drpo": {"threshold": 0.5}}},
+        {**ADAM, "max_steps": 2, "gradient_accumulation_steps": 2, "method_params": {"drpo": {"threshold": 0.5}}},
     ],
     [
         "half rate",
         ["softmax"],
         dict(max_steps=3, learning_rate=0.05, lr_scheduler_type="linear", method_params={"softmax": {"lr_scale": 0.5}}),
     ],
-    ["none left", ["none_left"], {**_ADAM, "max_steps": 3}],
-    ["no step", ["idle"], {**_ADAM, **_ROWS}],
+    ["none left", ["none_left"], {**ADAM, "max_steps": 3}],
+    ["no step", ["idle"], {**ADAM, **_ROWS}],
     [
         "program",
         ["walk", "epo"],
@@ -63,12 +63,12 @@ SHARDED: list[Any] = [
     [
         "lora",
         ["vade", "minpro"],
-        {**_SAVED, **_ADAM, "num_iterations": 2, "lora": True, "gradient_checkpointing": True},
+        {**_SAVED, **ADAM, "num_iterations": 2, "lora": True, "gradient_checkpointing": True},
     ],
 ]
 # What is sampled depends on the ranks, so only the resumed run can be compared: groups wait while a checkpoint is made.
 QUEUE: list[Any] = [
-    ["queue", ["over_begin"], {**_SAVED, **_ADAM, "real": True, "num_generations": 2, "max_completion_length": 40}]
+    ["queue", ["over_begin"], {**_SAVED, **ADAM, "real": True, "num_generations": 2, "max_completion_length": 40}]
 ]
 TOLERANCE = 3e-7  # largest difference of a weight to those of one process
 

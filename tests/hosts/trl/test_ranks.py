@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rank_runs import CORRIDOR, QUEUE, SHARDED, check_sharded, launch, resumed_alike, same
+from rank_runs import ADAM, CORRIDOR, QUEUE, SHARDED, check_sharded, launch, resumed_alike, same
 
 pytestmark = [pytest.mark.host, pytest.mark.ranks]
 
@@ -48,7 +48,7 @@ CASES = [
     ["passes", ["mc_grpo"], {**PASSES, "resume": 4, "trace": True}],
     ["replay", ["rollout_replay", "minpro"], REPLAY],
     ["pool", ["dart_pool", "dart_tis"], POOL],
-    ["sets", ["ps_grpo"], dict(rows=30, sets=3, max_steps=4, learning_rate=0.05, resume=2)],
+    ["sets", ["ps_grpo"], {**ADAM, **dict(rows=30, sets=3, max_steps=4, resume=2)}],
     ["swarm", ["swarm_sapo"], dict(max_steps=4, learning_rate=0.05, resume=2, swarm=24)],
 ]
 
@@ -101,7 +101,7 @@ def test_two_ranks_are_one(tmp_path, one_rank):
         resumed_alike(run["swarm"], batches=2)  # so does the inbox
         resumed_alike(run["pool"], batches=2)  # so do stored successes
         assert max(run["pool"]["logs"]["dart_pool/replaced"]) > 0
-        resumed_alike(run["sets"], batches=2)  # in the middle of an epoch
+        resumed_alike(run["sets"], batches=2)  # in the middle of an epoch, with the moments of Adam
         assert sorted(sets_of(run["sets"])) == sorted(set(sets_of(run["sets"]))), "every set once"
         assert [int((d["prompt"] < 0).sum()) for d in run["swarm"]["decisions"]] == [64, 64, 64, 0]
     assert results["replay"]["logs"]["rl_plugins/staleness_mean"][-1] > 0
