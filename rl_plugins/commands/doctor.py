@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from rl_plugins.commands.shared.options import HostName, MethodParams, OfRun, WorldSize
-from rl_plugins.core.errors import ConfigError, pip_command
+from rl_plugins.core.errors import ConfigError, pip_command, shown
 
 HOSTS = ("trl", "verl")
 SHOWN = ("torch", "transformers", "trl", "peft", "verl", "vllm")
@@ -63,9 +63,17 @@ def doctor(
         )
     if script is not None and (config or methods or method_params or world_size):
         raise ConfigError(
-            "--script is given beside --config, --methods, --method-params or --world-size. The script has these; "
-            "remove them, or give what it takes: rl-plugins doctor --script mine.py -- ITS ARGUMENTS"
+            "--script is given beside --config, --methods, --method-params or --world-size. The script has these, and "
+            "the doctor runs it in one process; remove them, or give what it takes: rl-plugins doctor --script mine.py "
+            "-- ITS ARGUMENTS"
         )
+    for word in [*(methods or []), *(words or [])] if script is None and host == HostName.trl else ():
+        option = {".py": "--script", ".yaml": "--config", ".yml": "--config"}.get(Path(word).suffix)
+        if option is not None:
+            raise ConfigError(
+                f"{shown(word)} is a file, and what is given here are names of methods. Write: rl-plugins doctor "
+                f"{option} {word}"
+            )
     from rl_plugins.runtime.report import print_problems, without_tests
 
     print("Loading the host and looking at the run; this takes a while.", file=sys.stderr)
@@ -95,7 +103,7 @@ def examine(
     Returns:
         What would fail.
     """
-    problems = [*_print_installation()]
+    problems = [*_print_installation(brief=config is not None or bool(methods))]
     if config is not None:
         argv = ["--config", str(config)]
         argv += ["--methods", ",".join(methods)] if methods else []
@@ -114,7 +122,7 @@ def examine_script(script: Path, words: Sequence[str]) -> list[str]:
     """
     from rl_plugins.trl.commands.doctor import print_script
 
-    return [*_print_installation(), *print_script(script, words)]
+    return [*_print_installation(brief=True), *print_script(script, words)]
 
 
 def dry_run(argv: Sequence[str], masked: bool = False) -> int:
@@ -153,10 +161,14 @@ def _masked(config: Path, methods: Sequence[str]) -> bool:
 # ---- the installation
 
 
-def _print_installation() -> Iterator[str]:
+def _print_installation(brief: bool) -> Iterator[str]:
+    """
+    Args:
+        brief: only what bears on a run, because a report of it follows.
+    """
     from rl_plugins.runtime.report import VARIABLES, print_environment, print_versions
 
-    states = print_versions(SHOWN)
+    states = print_versions(SHOWN, brief)
     usable = [host for host in HOSTS if states[host][1].startswith("ok")]
     if not usable:
         yield (
@@ -167,30 +179,35 @@ def _print_installation() -> Iterator[str]:
         from rl_plugins.trl.compat import closed_parts, moved_symbols, seams
 
         moved = moved_symbols()
-        print(f"  what the adapter uses of TRL: {'as expected' if not moved else '; '.join(moved)}")
+        if moved or not brief:
+            print(f"  what the adapter uses of TRL: {'as expected' if not moved else '; '.join(moved)}")
         for part, why in closed_parts().items():
             print(f"  not with this installation, {part}: {why}")
         if moved:
             yield f"TRL moved what rl-plugins builds on: {'; '.join(moved)}."
-        print("\nUpstream changes in this TRL (patches/README.md)")
-        for what, there in seams().items():
+        if not brief:
+            print("\nUpstream changes in this TRL (patches/README.md)")
+        for what, there in seams().items() if not brief else ():
             print(f"  {'there' if there else 'not there':<11}{what}")
 
-    print_environment(VARIABLES)
-    print_found()
+    print_environment(VARIABLES, brief)
+    print_found(brief)
 
 
-def print_found() -> None:
-    """How many methods there are, and which cannot be used."""
+def print_found(brief: bool) -> None:
+    """How many methods there are, and which cannot be used; in brief only these."""
     from rl_plugins.cards.catalog import entries
 
     found = entries()
     good = [e for e in found if not e.problem]
     foreign = sorted({e.distribution for e in good} - {"rl-plugins"})
-    print(f"\nMethods\n  {len(good)} found{', some from ' + ', '.join(foreign) if foreign else ''} (rl-plugins list)")
+    if not brief:
+        print(
+            f"\nMethods\n  {len(good)} found{', some from ' + ', '.join(foreign) if foreign else ''} (rl-plugins list)"
+        )
     for e in found:
         if e.problem:
-            print(f"  cannot be used: {e.name}: {e.problem}")
+            print(f"  method that cannot be used: {e.name}: {e.problem}")
 
 
 # ---- methods without a run

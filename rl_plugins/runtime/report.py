@@ -6,7 +6,7 @@ import importlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_plugins.core.rollouts import Plan
@@ -20,10 +20,19 @@ ONLY_FOR = {"trl": "runs of TRL", "peft": "LoRA in TRL", "verl": "runs of verl",
 """Package that may be missing -> what needs it."""
 
 
-def print_versions(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Versions of packages, those that are allowed, and the number of GPUs; returns the state of each package."""
-    print("Versions")
+def print_versions(names: Sequence[str], brief: bool) -> dict[str, tuple[str, str]]:
+    """Versions of packages, those that are allowed, and the number of GPUs; returns the state of each package.
+
+    Args:
+        brief: the versions alone, in a line, of what is installed. A version that was not tested is told at the end.
+    """
     states = {name: package_state(name) for name in names}
+    if brief:
+        there = [f"{name} {version}" for name, (version, state) in states.items() if state != "missing"]
+        ours, python = importlib.metadata.version("rl-plugins"), platform.python_version()
+        print(f"Versions: {', '.join((f'rl-plugins {ours}', f'python {python}', *there, f'CUDA {_devices(states)}'))}")
+        return states
+    print("Versions")
     print(f"  {'rl-plugins':<15}{importlib.metadata.version('rl-plugins')}")
     print(f"  {'python':<15}{platform.python_version():<15}allowed {wanted('python')}")
     for name, (version, state) in states.items():
@@ -31,17 +40,25 @@ def print_versions(names: Sequence[str]) -> dict[str, tuple[str, str]]:
         if state == "missing":
             version, state = "-", f"not installed{f' (only for {ONLY_FOR[name]})' if name in ONLY_FOR else ''}"
         print(f"  {name:<15}{version:<15}{allowed:<26}{state}".rstrip())
-    if states["torch"][1] != "missing":
-        import torch
-
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        print(f"  {'CUDA':<15}{f'{count} device(s)' if count else 'no device'}")
+    print(f"  {'CUDA':<15}{_devices(states)}")
     return states
 
 
-def print_environment(variables: Sequence[str]) -> None:
-    print("\nEnvironment")
-    for variable in variables:
+def _devices(states: Mapping[str, tuple[str, str]]) -> str:
+    if states["torch"][1] == "missing":
+        return "not known without torch"
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return f"{count} device(s)" if count else "no device"
+
+
+def print_environment(variables: Sequence[str], brief: bool) -> None:
+    """What variables are set to; in brief only of those that are set."""
+    shown = [variable for variable in variables if variable in os.environ or not brief]
+    if shown:
+        print("\nEnvironment")
+    for variable in shown:
         print(f"  {variable:<28}{os.environ.get(variable, 'not set')}")
 
 

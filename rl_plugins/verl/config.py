@@ -167,8 +167,11 @@ def chat_of(tokenizer: Any, eos: Sequence[int] | None, options: Any = None) -> T
     return TokenizerChat(tokenizer, eos, **given)
 
 
-def compose(overrides: Sequence[str]) -> Any:
+def compose(overrides: Sequence[str], name: str = "ppo_trainer", path: str = "config") -> Any:
     """The config that `python -m verl.trainer.main_ppo OVERRIDES` would get, without starting anything.
+
+    Args:
+        name, path: hydra's --config-name, and its --config-path, which is relative to the folder of main_ppo.
 
     Raises:
         ConfigError: an override that hydra refuses.
@@ -181,12 +184,12 @@ def compose(overrides: Sequence[str]) -> Any:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    folder = Path(verl_folder()) / "trainer" / "config"
+    folder = Path(verl_folder()) / "trainer" / path
     current = GlobalHydra.instance()
     running, current.hydra = current.hydra, None  # verl's own main may be what calls this
     try:
         with initialize_config_dir(config_dir=str(folder), version_base=None):
-            return hydra_compose("ppo_trainer", overrides=list(overrides))
+            return hydra_compose(name, overrides=list(overrides))
     except (HydraException, OmegaConfBaseException, ValueError, OSError, RecursionError) as e:
         # an integer of thousands of digits, a name that fits into no path, 300 levels: hydra raises what it comes upon
         raise ConfigError(f"hydra refuses the command line: {shortened(e, 500)}") from e

@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,12 @@ SEAMS = {
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}  # rollout.name -> module
 
 
-def examine(words: Sequence[str], print_found: Callable[[], None] = lambda: None) -> list[str]:
+def examine(words: Sequence[str], print_found: Callable[[bool], None] = lambda brief: None) -> list[str]:
     """Prints the state of the installation, and what a run would do if its command line is given.
 
     Args:
         words: overrides of `python -m verl.trainer.main_ppo`, or the whole command.
-        print_found: prints the methods that were found, at the end of the installation.
+        print_found: prints the methods that were found, at the end of the installation; before a run, in brief.
 
     Returns:
         What would fail.
@@ -62,14 +62,38 @@ def examine(words: Sequence[str], print_found: Callable[[], None] = lambda: None
     Raises:
         ConfigError: the words are no overrides.
     """
-    overrides = read_command(words)
-    problems = [*_print_installation()]
-    print_found()
+    given, own = own_config(_split(words))
+    overrides = read_command(given)
+    problems = [*_print_installation(brief=bool(words))]
+    print_found(bool(words))
     if words and importlib.util.find_spec("verl") is not None:
-        problems += _print_run(overrides)
+        problems += _print_run(overrides, own)
     elif not words:
         print("\nTo see what a run would do, give its overrides: rl-plugins doctor --host verl -- OVERRIDES")
     return problems
+
+
+def _split(words: Sequence[str]) -> list[str]:
+    """The words of a command that was pasted in quotes, with its line breaks; others as they are."""
+    if len(words) != 1 or "main_ppo" not in words[0]:
+        return list(words)
+    found = shlex.split(words[0].replace("\\\n", " "), comments=True)
+    return found[: next((i for i, w in enumerate(found) if re.fullmatch(r"\||\|\||&|&&|;|\d*>.*", w)), len(found))]
+
+
+CONFIG_OPTIONS = {"--config-name": "name", "-cn": "name", "--config-path": "path", "-cp": "path"}
+
+
+def own_config(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The words without hydra's options for a config of one's own, and what `compose` gets of these."""
+    rest, own, left = [], dict[str, str](), iter(words)
+    for word in left:
+        option, given, value = word.partition("=")
+        if option in CONFIG_OPTIONS:
+            own[CONFIG_OPTIONS[option]] = value if given else next(left, "")
+        else:
+            rest.append(word)
+    return rest, own
 
 
 def read_command(words: Sequence[str]) -> list[str]:
@@ -78,11 +102,7 @@ def read_command(words: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: an option of hydra, which would change more than the values of verl's own config.
     """
-    words = list(words)
-    if len(words) == 1 and "main_ppo" in words[0]:  # pasted in quotes, with its line breaks
-        words = shlex.split(words[0].replace("\\\n", " "), comments=True)
-        end = next((i for i, w in enumerate(words) if re.fullmatch(r"\||\|\||&|&&|;|\d*>.*", w)), len(words))
-        words = words[:end]
+    words = _split(words)
     program = next((i for i, w in enumerate(words) if re.search(r"(^|[./])main_ppo(\.py)?$", w)), -1)
     for word in words[: program + 1]:
         if not re.match(r"[A-Za-z_]\w*=", word):
@@ -93,9 +113,8 @@ def read_command(words: Sequence[str]) -> list[str]:
     for word in overrides:
         if word.startswith("-"):
             raise ConfigError(
-                f"`{word}` is an option, and the doctor reads overrides of verl's config `ppo_trainer`, like "
-                f"data.train_batch_size=64. A config of your own (--config-name, --config-path) is not read: give what "
-                f"it changes as overrides instead."
+                f"`{word}` is an option of hydra. Here only overrides of verl's config `ppo_trainer` are read, like "
+                f"data.train_batch_size=64, and by the doctor --config-name and --config-path. Remove it."
             )
     return overrides
 
@@ -103,8 +122,12 @@ def read_command(words: Sequence[str]) -> list[str]:
 # ---- the installation
 
 
-def _print_installation() -> Iterator[str]:
-    states = print_versions(SHOWN)
+def _print_installation(brief: bool) -> Iterator[str]:
+    """
+    Args:
+        brief: only what a run cannot do without, because a report of the run follows.
+    """
+    states = print_versions(SHOWN, brief)
     if states["verl"][1] == "missing":
         yield f"verl is not installed. Install it: {pip_command('verl')}"
         return
@@ -116,15 +139,17 @@ def _print_installation() -> Iterator[str]:
     yield from _print_plugin()
     folder = Path(verl_folder())
     moved = compat.moved_symbols(folder)
-    print(f"  what the adapter uses of verl: {'as expected' if not moved else '; '.join(moved)}")
+    if moved or not brief:
+        print(f"  what the adapter uses of verl: {'as expected' if not moved else '; '.join(moved)}")
     if moved and not compat.untested_allowed():
         yield f"verl moved what rl-plugins builds on: {'; '.join(moved)}. Install a version it was tested with."
-    if states["trl"][1] != "missing":
+    if states["trl"][1] != "missing" and not brief:
         print(f"  TRL in the same environment: {_value_head(folder)}")
-    print("\nUpstream changes in this verl (patches/README.md)")
-    for name, there in _seams(folder).items():
+    if not brief:
+        print("\nUpstream changes in this verl (patches/README.md)")
+    for name, there in _seams(folder).items() if not brief else ():
         print(f"  {name:<5}{'there' if there else 'not there':<11}{SEAMS[name]}")
-    print_environment((*VARIABLES, POLICY, "VERL_USE_EXTERNAL_MODULES", "VERL_PLATFORM"))
+    print_environment((*VARIABLES, POLICY, "VERL_USE_EXTERNAL_MODULES", "VERL_PLATFORM"), brief)
 
 
 def _print_plugin() -> Iterator[str]:
@@ -279,12 +304,12 @@ class _Examined:
         return capabilities.Known(read, self.settings, self.dataset, prompts, self.global_steps or 1)
 
 
-def _print_run(overrides: Sequence[str]) -> list[str]:
+def _print_run(overrides: Sequence[str], own: Mapping[str, str]) -> list[str]:
     """What the run would do; returns what would fail."""
     from omegaconf import OmegaConf
 
     try:
-        config = compose(overrides)
+        config = compose(overrides, **own)
     except ConfigError as e:
         return [str(e)]
     problems = _missing_values(config)
@@ -318,20 +343,12 @@ def _print_run(overrides: Sequence[str]) -> list[str]:
     print("\nThe run")
     for what, text in _describe(run, settings):
         print(f"  {what:<18}{text}")
-    if stack and settings is not None:
-        offered = capabilities.verl_capabilities(stack, settings, config)
-        if unused := {*offered.missing_hooks, *offered.missing_signals} - _wanted(stack):
-            run.notes.append(f"This run has no {', '.join(sorted(unused))}. No method of it needs them.")
     _add_notes(run, bool(OmegaConf.select(config, "trainer.nnodes") != 1))
-    print("\nNotes")
+    if run.notes:
+        print("\nNotes")
     for note in run.notes:
         print(f"  {note}")
     return list(dict.fromkeys(run.problems))
-
-
-def _wanted(stack: MethodStack) -> set[str]:
-    """Hooks and signals of the methods. What of it is missing is a problem and has been told."""
-    return {name for m in stack.methods for name in (*m.claims(), *(need.partition(":")[0] for need in m.needs))}
 
 
 def _missing_values(config: Any) -> list[str]:

@@ -122,7 +122,13 @@ def print_script(script: Path, words: Sequence[str]) -> list[str]:
     known = replace(capabilities.known_of(trainer), total_steps=None)  # TRL counts them later
     if known.size and (problem := capabilities.too_few_prompts(known.args, known.size)):
         found.problems.append(problem)
-    _print_batch(stack, known, trainer.accelerator.num_processes, found, plans=True)
+    processes = trainer.accelerator.num_processes
+    if processes == 1:
+        found.notes.append(
+            "These are numbers of one process. With N processes a batch has N times the prompts and rows, unless the "
+            "script sets generation_batch_size."
+        )
+    _print_batch(stack, known, processes, found, plans=True)
     return found.problems
 
 
