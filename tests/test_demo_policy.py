@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import random
 import subprocess
 import sys
@@ -12,9 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl_plugins.lab.demo import policy, rewards, tasks
+from rl_plugins.lab.demo import demos, policy, rewards, tasks
 
 digit_lists = st.text("0123456789", min_size=1, max_size=10)
 completions = st.text("=?0123456789a", max_size=14)
@@ -412,3 +414,13 @@ def test_importing_tasks_and_rewards_loads_no_torch():
         "print(sorted({'torch', 'transformers', 'datasets', 'trl', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_a_warm_start_is_told_only_where_there_is_one(quick, tmp_path, monkeypatch):
+    monkeypatch.setenv("RL_PLUGINS_CACHE", str(tmp_path))
+    told = []
+    for _ in range(2):
+        console = Console(file=io.StringIO())
+        demos._warm_start(console)
+        told.append(console.file.getvalue())
+    assert "warm start" in told[0] and told[1] == ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -50,6 +50,18 @@ class Bars(Progress):
             told = [column(task) for column in self.columns if isinstance(column, ProgressColumn)]
             words = " ".join(str(text) for text in told if hasattr(text, "plain"))
             self.console.print(words.strip(), markup=False, highlight=False, soft_wrap=True)
+
+
+def when_begun(bars: Bars, what: str) -> Callable[[int, int, Any], None]:
+    """Takes (step, total, anything) of work that may not be needed: its bar appears at the first step."""
+    task: list[TaskID] = []
+
+    def update(step: int, total: int, _: Any) -> None:
+        if not task:
+            task.append(bars.add_task(what, total=total))
+        bars.update(task[0], completed=step)
+
+    return update
 
 
 def _plain(console: Console) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -15,7 +14,7 @@ from rl_plugins.lab.bench.results import Results
 from rl_plugins.lab.bench.runs import Waiting, run_missing
 from rl_plugins.lab.bench.tables import SECONDS
 from rl_plugins.lab.bench.tasks import task_of
-from rl_plugins.runtime.bars import Bars
+from rl_plugins.runtime.bars import Bars, when_begun
 
 
 def train(wanted: Sequence[Waiting], out: Path, jobs: int, console: Console) -> Results:
@@ -66,11 +65,6 @@ def policies_of(environments: Iterable[str], console: Console) -> dict[str, Path
     found = {}
     with Bars(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
         for name in sorted(environments):
-            task = progress.add_task(f"warm start of the policy{f' for {name}' if name else ''} (once)", total=None)
-
-            def told(step: int, total: int, _: float, task: Any = task) -> None:
-                progress.update(task, total=total, completed=step)
-
+            told = when_begun(progress, f"warm start of the policy{f' for {name}' if name else ''} (once)")
             found[name] = load_agent_policy(name, progress=told) if name else load_policy(progress=told)
-            progress.update(task, total=1, completed=1)
     return found

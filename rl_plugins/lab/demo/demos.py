@@ -16,7 +16,7 @@ from rl_plugins.lab.compare.comparison import RunOptions, need_plots, run
 from rl_plugins.lab.compare.plan import Comparison, Variant, make_plan, parse_variants
 from rl_plugins.lab.compare.runs import is_finished
 from rl_plugins.lab.compare.trl import Trl
-from rl_plugins.runtime.bars import Bars
+from rl_plugins.runtime.bars import Bars, when_begun
 
 TOY = (
     "A toy: it shows that the method acts and what it does here, not what it does on a large model. Nothing is "
@@ -289,12 +289,9 @@ def _rewarded(weights: Sequence[float]) -> str:
 
 
 def _warm_start(console: Console, load: Callable[[Any], Any] | None = None) -> None:
-    """Builds the policy of the demo, if it is not there yet; `load` builds another one."""
+    """Builds the policy of the demo, if it is not in the cache; `load` builds another one."""
     from rl_plugins.lab.demo.policy import load_policy
 
     with Bars(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
-        task = progress.add_task("warm start of the policy (once, then cached)", total=None)
-        (load or (lambda update: load_policy(progress=update)))(
-            lambda step, total, _: progress.update(task, total=total, completed=step)
-        )
-        progress.update(task, total=1, completed=1)
+        update = when_begun(progress, "warm start of the policy (once, then cached)")
+        (load or (lambda progress: load_policy(progress=progress)))(update)
