@@ -24,6 +24,7 @@ PLACES = [
     (r"[\w./-]*/pytest-of-[^/]+/pytest-\d+/(popen-gw\d+/)?[^/\s'\"`,;:)]+", "TMP"),
     (re.escape(ROOT), "ROOT"),
     (r"0x[0-9a-f]{6,}", "0x0"),
+    (r" \(git [0-9a-f]{8}\)", ""),
     (r'(^ +File ".*", line \d+.*\n(^    .*\n)*)+', "  File ..\n"),
     (r"(127\.0\.0\.1|localhost):\d+", r"\1:PORT"),
 ]

@@ -36,6 +36,7 @@ from rl_plugins.commands.cli import app
 from rl_plugins.core.errors import ConfigError, did_you_mean, pip_command
 from rl_plugins.core.method import HOOKS, SIGNALS, Bundle, Method
 from rl_plugins.core.params import describe_params
+from rl_plugins.core.version import full_version
 from rl_plugins.lab import pages
 from rl_plugins.lab.pages import class_index
 from rl_plugins.runtime import registry, report, tested
@@ -107,10 +108,41 @@ def test_an_error_is_one_paragraph_and_status_2():
 def test_version_completion_and_the_module():
     told = process("-m", "rl_plugins", "--version")
     lines = told.stdout.splitlines()
-    assert lines[0] == f"rl-plugins {importlib.metadata.version('rl-plugins')}", told.stderr
+    assert lines[0] == f"rl-plugins {full_version()}", told.stderr
     assert f"trl {importlib.metadata.version('trl')} (allowed: {tested.wanted('trl')})" in lines
     begun = {"_RL_PLUGINS_COMPLETE": "complete_bash", "COMP_WORDS": "rl-plugins info gdp", "COMP_CWORD": "2"}
     assert CliRunner().invoke(app, prog_name="rl-plugins", env=begun).stdout.split() == ["gdpo"]
+
+
+def test_a_version_tells_the_commit_that_was_installed(tmp_path, monkeypatch):
+    """From what pip noted, and git's log of HEAD: of a copy at its time, of an editable folder now."""
+    info = tmp_path / "rl_plugins-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: rl-plugins\nVersion: 0.1.0\n")
+    (info / "RECORD").write_text("rl_plugins-0.1.0.dist-info/direct_url.json,,\n")
+    installed = importlib.metadata.PathDistribution(info)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
+    first, second = "1" * 40, "2" * 40
+    log = tmp_path / "a clone" / ".git" / "logs" / "HEAD"
+    log.parent.mkdir(parents=True)
+    moves = ((first, 1000, "clone: from"), (second, 3000, "pull"))
+    log.write_text("".join(f"{first} {new} A B <a@b> {when} +0000\t{what}\n" for new, when, what in moves))
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / ".git").write_text("gitdir: ../a clone/.git\n")
+    copied, tree = ((tmp_path / name).as_uri() for name in ("a clone", "tree"))
+    commit = {"url": "https://x/y", "vcs_info": {"vcs": "git", "commit_id": first}}
+    for noted, expected in (
+        ({"url": copied, "dir_info": {}}, first),
+        ({"url": copied, "dir_info": {"editable": True}}, second),
+        ({"url": tree, "dir_info": {"editable": True}}, second),
+        ({"url": tmp_path.as_uri(), "dir_info": {}}, ""),
+        ({"url": "https://x/y.whl", "archive_info": {}}, ""),
+        (commit, first),
+    ):
+        (info / "direct_url.json").write_text(json.dumps(noted))
+        os.utime(info / "direct_url.json", (2000, 2000))
+        told = f" (git {expected[:8]})" if expected else ""
+        assert full_version.__wrapped__() == installed.version + told, noted
 
 
 def test_the_nearest_name_comes_first():
@@ -974,6 +1006,11 @@ def test_a_dry_run_lists_all_problems(run):
     config = run(loss_type="bnpo", reward_funcs=["no_module.reward"], methods=["v0_5"], method_params=None)
     text = rl_plugins("doctor", "--config", config, status=1)
     assert "2 problems:" in text and "`no_module.reward`" in text and "loss_type='bnpo'" in text
+    words = ("grpo", "--config", config, "--methods", "v0_5", "nosuch")
+    text, told = rl_plugins("trl", *words, "--dry-run", status=1), rl_plugins("trl", *words, status=2)
+    assert "3 problems:" in text, "the run is refused with the same list"
+    for word in ("`nosuch`", "`no_module.reward`", "loss_type='bnpo'"):
+        assert word in text and word in told
 
 
 def test_a_dataset_that_is_elsewhere_is_not_looked_at(run):

@@ -66,9 +66,10 @@ app.add_typer(heads.app, name="heads")
 
 def _version(asked: bool) -> None:
     if asked:
+        from rl_plugins.core.version import full_version
         from rl_plugins.runtime.tested import wanted
 
-        typer.echo(f"rl-plugins {importlib.metadata.version('rl-plugins')}")
+        typer.echo(f"rl-plugins {full_version()}")
         for host in ("trl", "verl"):
             try:
                 version = importlib.metadata.version(host)

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from rl_plugins import __version__
 from rl_plugins.core.errors import RLPluginsError, StateError
 from rl_plugins.core.method import Bundle
+from rl_plugins.core.version import full_version
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.host_files import Files, differences
 from rl_plugins.runtime.stack import MethodStack, Watcher
@@ -43,7 +43,7 @@ def save_run(
     Raises:
         StateError: a method's state is not plain data.
     """
-    save_state(checkpoint, {**content, **notes, STEP: int(step), FILES: files, WRITER: __version__})
+    save_state(checkpoint, {**content, **notes, STEP: int(step), FILES: files, WRITER: full_version()})
 
 
 def resume(

@@ -23,8 +23,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_plugins import __version__
 from rl_plugins.core.errors import StateError, shortened, shown
+from rl_plugins.core.version import full_version
 
 logger = logging.getLogger("rl_plugins")
 
@@ -100,11 +100,11 @@ def other_version(content: Any) -> str:
     on."""
     found = content.get(WRITER) if isinstance(content, Mapping) else None
     who, that = f"rl-plugins {shortened(found, 40)}" if isinstance(found, str) else "an earlier rl-plugins", "version"
-    if found == __version__:
+    if found == full_version():
         who, that = "another commit of rl-plugins with the same number, or it was edited", "commit"
     return (
-        f"It was written by {who}; this is rl-plugins {__version__}. Resume with the {that} that wrote it, or start a "
-        f"new run from the weights of the checkpoint. Nothing was trained or overwritten."
+        f"It was written by {who}; this is rl-plugins {full_version()}. Resume with the {that} that wrote it, or start "
+        f"a new run from the weights of the checkpoint. Nothing was trained or overwritten."
     )
 
 
