@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rl_plugins.lab.pages.parts import renewed
@@ -26,7 +27,18 @@ def table() -> str:
     rows = [("environment", *shown, "passed", "failed", "skipped", "date"), ("---",) * (len(shown) + 5)]
     rows.append(("allowed", *(f"`{wanted(c)}`" for c in shown), "", "", "", ""))
     rows += [_row(r, shown) for r in found]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", _what_ran(found)])
+
+
+def _what_ran(found: Sequence[dict[str, Any]]) -> str:
+    """Why the counts differ: the files of tests that each environment ran."""
+    ran: dict[str, list[str]] = {}
+    for record in found:
+        files = ", ".join(f"`{file.removesuffix('.py')}`" for file in record["tests"])
+        ran.setdefault(files, []).append(f"`{record['environment']}`")
+    return "The counts differ because the files of tests do:\n\n" + "\n".join(
+        f"- {', '.join(names)}: {files}" for files, names in ran.items()
+    )
 
 
 def _row(record: dict[str, Any], shown: list[str]) -> tuple[str, ...]:
