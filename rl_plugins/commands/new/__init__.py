@@ -44,8 +44,8 @@ def new(
             f"The package cannot be made in {shown(str(into))}: {e.strerror or e}. Give --into a folder that can be "
             f"written."
         ) from None
-    print(f"Made {folder} with a method that works. Next:\n  cd {folder}\n  pip install -e . pytest")
-    print(f"  rl-plugins check {name}   # after every change\n  pytest")
+    print(f"Made {folder} with a method that works. Next:\n  pip install -e {folder} pytest")
+    print(f"  rl-plugins check {name}   # after every change\n  pytest {folder}")
     print(f"Then name it in a run, methods: [{name}]. The README in the folder says what to write where.")
 
 

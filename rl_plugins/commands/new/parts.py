@@ -186,8 +186,8 @@ PARTS: dict[str, Part] = {
 """,
         code='''
     def advantages(self, rollouts: Rollouts) -> Tensor:
-        """One number per row (per turn of an agent: see `Method.advantages_per`). Statistics leave out rows without a
-        reward (NaN), whose advantage becomes 0."""
+        """One number per row (per turn of an agent: see `Method.advantages_per`). Rows without a reward (NaN) are out of
+        statistics and get the advantage 0, whatever stands here."""
         groups, reward = rollouts.groups, rollouts.reward
         distance = reward - groups.rows(groups.mean(reward))
         return distance / (groups.rows(groups.std(reward)) + self.params.eps)

@@ -23,6 +23,7 @@ def files(name: str, hooks: Sequence[str]) -> dict[str, str]:
     common = {"name": name, "dashed": f"rl-plugins-{name.replace('_', '-')}", "module": module, "cls": cls}
     return {
         "pyproject.toml": _PYPROJECT.format(**common),
+        ".gitignore": "__pycache__/\n*.egg-info/\nbuild/\n",
         "README.md": _README.format(**common, hooks=", ".join(hooks)),
         f"src/{module}/__init__.py": _method(name, cls, hooks),
         f"src/{module}/{name}.toml": _CARD.format(name=name),
@@ -136,30 +137,24 @@ docs/guides/hooks.md has an example of each hook.
 """
 
 _CARD = """\
-# The card of {name}: what `rl-plugins info {name}` tells a user. Nothing here changes what the method does.
+# What `rl-plugins info {name}` tells a user. Nothing here changes what the method does.
 
 use_when = ""  # one sentence: when it helps
 avoid_when = ""  # one sentence: when it does not
 cost = ""  # what it costs: more rollouts, another model, memory
 
-# Where your code and the paper differ, and which parameter selects:
-# disagreements = ["The paper divides by the group's size, the code by the batch's: `per_group`."]
-
-# A method that makes sense together with this one, and why:
-# goes_with = {{ vade = "it chooses the prompts whose rewards this method then compares" }}
-
-# What the numbers are that the method logs:
+# If they apply:
 # logs = {{ mean_reward = "reward of the batches so far" }}
-
-# Values for parameters without a default, so that `rl-plugins check {name}` can run:
-# example_params = {{ column = "answer" }}
+# goes_with = {{ vade = "it chooses the prompts whose rewards this method then compares" }}
+# disagreements = ["The paper divides by the group's size, the code by the batch's: `per_group`."]
+# example_params = {{ column = "answer" }}  # values for parameters without a default, for `rl-plugins check`
 
 # [paper]
 # arxiv = "2402.03300"
 # title = "The title"
 # authors = "First Last and First Last"
 # year = 2024
-# code = "owner/repository"  # of the authors, if it was published
+# code = "owner/repository"
 """
 
 _METHOD = '''\
