@@ -186,7 +186,7 @@ PARTS: dict[str, Part] = {
 """,
         code='''
     def advantages(self, rollouts: Rollouts) -> Tensor:
-        """One number per row (per turn of an agent: see `Method.advantages_per`). Rows without a reward (NaN) are out of
+        """One number per row (per turn of an agent: `Method.advantages_per`). Rows without a reward (NaN) are out of
         statistics and get the advantage 0, whatever stands here."""
         groups, reward = rollouts.groups, rollouts.reward
         distance = reward - groups.rows(groups.mean(reward))
