@@ -323,7 +323,7 @@ def test_options_of_hydra_and_of_trl_are_refused():
         (["trainer.use_v1=False"], "trainer.use_v1=False would ignore it"),
         (["~rl_plugins"], "hydra refuses|and no methods"),
         (["rl_plugins.methods=[vadee]"], "no method `vadee`. Did you mean `vade`"),
-        (["rl_plugins.methods=[gdpo,mc_grpo]"], "both decide `advantages`"),
+        (["rl_plugins.methods=[gdpo,mc_grpo]", *(f"+rl_plugins.rewards.{n}=1" for n in "ab")], "decide `advantages`"),
         (["+rl_plugins.method_params.mc_grpo.mad_epps=1"], "no parameter `mad_epps`"),
         (["+rl_plugins.method_parms.mc_grpo.mad_eps=1"], "rl_plugins.method_parms does not exist.* Did you mean"),
         (["rl_plugins.methods=[gdpo]"], "`gdpo` needs two or more reward functions"),

@@ -213,6 +213,11 @@ def test_all_problems_come_at_once(problems):
     params = {"vade": {"scoer": 1}, "mc_grpo": {"mad_eps": -1}}
     told = "\n".join(problems(methods=["vade", "mc_grpo"], method_params=params))
     assert "scoer" in told and "mad_eps" in told
+    methods, more = ["vade", "linear_ts", "minpro", "vadee"], ("`minpro` needs", "reward_weights")
+    for others, words in [({"reward_weights": [1.0]}, more), ({"num_generations": 3}, ("num_generations",))]:
+        told = "\n".join(problems(methods=methods, **others))
+        for word in ("vadee", "`column`", "`vade` and `linear_ts`", *words):
+            assert word in told
 
 
 def test_what_another_machine_may_have_is_a_note(problems, capsys):

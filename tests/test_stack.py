@@ -127,6 +127,19 @@ def test_build_stack_builds_named_methods_with_their_parameters():
         (True, False),
         (False, True),
     ]
+    many = ["vade", "linear_ts", "nosuch", "mc_grpo", "gdpo"]
+    wrong = {"vade": {"nope": 1, "success_threshold": 0.3}, "other": {}}
+    with raises(ConfigError) as e:
+        build_stack(many, wrong)
+    words = ("`nosuch`", "`other`", "`nope`", "`column`", "`vade` and `linear_ts`", "`mc_grpo` and `gdpo`")
+    assert [[w for w in words if w in line] for line in str(e.value).split("\n")] == [[w] for w in words]
+    stack = build_stack(many, wrong, refuse=False)
+    assert "\n".join(stack.problems) == str(e.value) and stack.names == ["vade", "mc_grpo", "gdpo"]
+    assert stack.methods[0].params.success_threshold == 0.3, "what is not wrong is kept"
+    assert build_stack(["nosuch"], refuse=False), "it is no empty stack, which would run the host alone"
+    assert build_stack(["vad", "dot"], {"vade": {}}, refuse=False).problems == [
+        problem for name in ("vad", "dot") for problem in build_stack([name], refuse=False).problems
+    ], "parameters of the name that was meant"
     assert build_stack(["vade"], max_unrewarded_batches=7).max_unrewarded_batches == 7
     assert not build_stack([]) and not build_stack(None)
 

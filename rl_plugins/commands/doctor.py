@@ -218,10 +218,9 @@ def _print_methods(methods: Sequence[str], method_params: str | None) -> list[st
     from rl_plugins.runtime import preflight
     from rl_plugins.runtime.stack import build_stack
 
-    try:
-        stack = build_stack(methods, method_params)
-    except ConfigError as e:
-        return [str(e)]
+    stack = build_stack(methods, method_params, refuse=False)
+    if stack.problems:
+        return stack.problems
     print(f"\n{preflight.render_table(stack, {})}")
     for m in stack.methods:
         needs = [SIGNALS.get(s, s) for s in sorted(m.needs)]

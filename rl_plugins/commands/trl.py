@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+
 import typer
 
 from rl_plugins.commands.shared.options import LOOK
+from rl_plugins.core.errors import ConfigError
 
 app = typer.Typer(help="Run TRL with methods, or with a loss for supervised training.", **LOOK)
 
@@ -39,4 +43,11 @@ def _run(words: list[str], masked: bool) -> None:
         raise typer.Exit(dry_run(argv, masked))
     from rl_plugins.trl.commands.script import GRPO, MASKED_GRPO, launch
 
-    raise typer.Exit(launch(argv, MASKED_GRPO if masked else GRPO))
+    try:
+        raise typer.Exit(launch(argv, MASKED_GRPO if masked else GRPO))
+    except ConfigError as e:  # all problems are told at once
+        from rl_plugins.trl.commands.doctor import print_run
+
+        with contextlib.redirect_stdout(io.StringIO()):
+            problems = print_run(argv, None, masked)
+        raise ConfigError("\n".join(problems or [str(e)])) from None

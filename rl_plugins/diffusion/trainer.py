@@ -80,7 +80,9 @@ class DiffusionTrainer:
 
         self.args = args
         self.accelerator = Accelerator(cpu=args.use_cpu)
-        self.methods = build_stack(args.methods, args.method_params, args.seed, args.max_unrewarded_batches)
+        self.methods = build_stack(
+            args.methods, args.method_params, args.seed, args.max_unrewarded_batches, refuse=False
+        )
         self.dataset = _rows(train_dataset)
         rewards = Rewards(reward_funcs, args.reward_weights, decode)
         self.run = capabilities.run_of(args, self.dataset, capabilities.columns_of(self.dataset), rewards.names)

@@ -92,7 +92,7 @@ def preflight(stack: MethodStack, host: HostCapabilities) -> dict[str, Any]:
     Raises:
         ConfigError: one paragraph per problem, all problems at once.
     """
-    problems: list[str] = []
+    problems = [*stack.problems]
     options: dict[str, Any] = {}
     wanted: dict[str, tuple[str, Any]] = {}  # option -> the method that asked first, and its value
     brought = {"off_policy"} if stack.claims["admit"] else set()  # groups that were begun before

@@ -14,7 +14,7 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -117,14 +117,22 @@ def parse_method_params(value: Any) -> dict[str, dict[str, Any]]:
     return {k: dict(v or {}) for k, v in value.items()}
 
 
-def select(methods: Any, method_params: Any = None) -> NamedMethods:
+def select(methods: Any, method_params: Any = None, problems: list[str] | None = None) -> NamedMethods:
     """Expands bundles and vetoes, and checks that every parameter belongs to a method that is enabled.
+
+    Args:
+        problems: gets what is wrong, in place of an error; what can be used is then returned.
 
     Raises:
         ConfigError: unknown or vetoed name, a name with two origins, a bundle named together with its part, parameters
             of a method that is not enabled. Parameters themselves are checked when the method is built.
     """
-    named, params = parse_methods(methods), parse_method_params(method_params)
+    named, params = list[str](), dict[str, dict[str, Any]]()
+    found_wrong: list[str] = []
+    with told(found_wrong):
+        named = parse_methods(methods)
+    with told(found_wrong):
+        params = parse_method_params(method_params)
     vetoed = {n[1:] for n in named if n.startswith("-")}
     named = [n for n in named if not n.startswith("-")]
     names: dict[str, type[Method]] = {}
@@ -132,16 +140,14 @@ def select(methods: Any, method_params: Any = None) -> NamedMethods:
     values: dict[str, dict[str, Any]] = {}
     used_vetoes: set[str] = {v for v in vetoed if v.startswith("dist:")}
     loaded: dict[str, type[Method] | Bundle] = {}
-    problems: list[str] = []
     for name in named:
-        with told(problems):
+        with told(found_wrong):
             loaded[name] = load(name, vetoed)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    unknown = [name for name in named if name not in loaded]
     for name, found in loaded.items():
         parts = found.parts if isinstance(found, Bundle) else {name: {}}
         if vetoed.issuperset(parts):
-            raise ConfigError(
+            found_wrong.append(
                 f"`methods` names `{name}` and takes out {', '.join(f'`-{p}`' for p in parts)}, so nothing of it is "
                 f"left. Remove `{name}` or keep a part of it."
             )
@@ -151,7 +157,7 @@ def select(methods: Any, method_params: Any = None) -> NamedMethods:
                 continue
             if part in names:
                 other = bundle_of.get(part)
-                raise ConfigError(
+                found_wrong.append(
                     f"`methods` names `{part}` twice: "
                     + (
                         f"it is a part of the bundle `{other or name}`, which is named too."
@@ -160,31 +166,43 @@ def select(methods: Any, method_params: Any = None) -> NamedMethods:
                     )
                     + f" Remove one of them; the parameters of `{part}` go under `method_params.{part}`."
                 )
-            cls = found
+                continue
+            cls: type[Method] | Bundle | None = None if isinstance(found, Bundle) else found
             if isinstance(found, Bundle):
-                cls, bundle_of[part] = load(part, vetoed), name
+                bundle_of[part] = name
+                with told(found_wrong):
+                    cls = load(part, vetoed)
             if isinstance(cls, Bundle):
-                raise ConfigError(f"The bundle `{name}` names the bundle `{part}`; parts must be methods.")
-            names[part] = cls
-            values[part] = {**preset, **params.get(part, {})}
-    if vetoed - used_vetoes:
+                found_wrong.append(f"The bundle `{name}` names the bundle `{part}`; parts must be methods.")
+            elif cls is not None:
+                names[part] = cls
+                values[part] = {**preset, **params.get(part, {})}
+    if vetoed - used_vetoes and not unknown:  # which might bring it
         unused = shortened(", ".join(f"`-{v}`" for v in sorted(vetoed - used_vetoes)))
-        raise ConfigError(f"`methods` takes out {unused}, but no bundle that is named brings it. Remove that entry.")
+        found_wrong.append(f"`methods` takes out {unused}, but no bundle that is named brings it. Remove that entry.")
     for name in params:
-        if name in names:
-            continue
-        if name in named:
-            parts_text = ", ".join(f"`{p}`" for p in names if bundle_of.get(p) == name)
-            raise ConfigError(
-                f"`method_params` has parameters for the bundle `{name}`; give them under the names of its parts: "
-                f"{parts_text}."
-            )
-        enabled = f"enabled: {', '.join(names)}" if names else "no method is enabled"
-        raise ConfigError(
-            f"`method_params` has parameters for `{shortened(name, 80)}`, which is not among the methods of this run "
-            f"({enabled}).{did_you_mean(name, names)} Add it to `methods` or remove its parameters."
-        )
+        if name not in names and name not in unknown and not did_you_mean(name, unknown):
+            bundled = [p for p in names if bundle_of.get(p) == name] if name in named else None
+            found_wrong.append(_parameters_of_none(name, names, bundled))
+    if problems is None and found_wrong:
+        raise ConfigError("\n".join(found_wrong))
+    if problems is not None:
+        problems += found_wrong
     return NamedMethods(names, values, bundle_of)
+
+
+def _parameters_of_none(name: str, names: Collection[str], bundled: Sequence[str] | None) -> str:
+    """What to say of parameters under the name of a bundle, whose parts are `bundled`, or of no method of the run."""
+    if bundled is not None:
+        return (
+            f"`method_params` has parameters for the bundle `{name}`; give them under the names of its parts: "
+            f"{', '.join(f'`{p}`' for p in bundled)}."
+        )
+    enabled = f"enabled: {', '.join(names)}" if names else "no method is enabled"
+    return (
+        f"`method_params` has parameters for `{shortened(name, 80)}`, which is not among the methods of this run "
+        f"({enabled}).{did_you_mean(name, names)} Add it to `methods` or remove its parameters."
+    )
 
 
 def load(name: str, vetoed: Collection[str] = ()) -> type[Method] | Bundle:

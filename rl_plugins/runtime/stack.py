@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import logging
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rl_plugins.core.errors import ConfigError, MethodError, RunStopped, StateError, shortened, shown, told
+from rl_plugins.core.errors import ConfigError, MethodError, RunStopped, StateError, shortened, shown
 from rl_plugins.core.method import HOOKS, TOKEN_SIGNALS, Context, Method, RowNote, TurnNote
 from rl_plugins.core.params import params_to_dict
 from rl_plugins.core.rollouts import Rollouts, RowRatio, Run
@@ -31,25 +32,43 @@ def build_stack(
     seed: int = 0,
     max_unrewarded_batches: int = MAX_UNREWARDED_BATCHES,
     watchers: Sequence[Watcher] = (),
+    refuse: bool = True,
 ) -> MethodStack:
     """The methods a run names, with their parameters, as a stack.
 
     Args:
         max_unrewarded_batches: see `MethodStack`.
         watchers: behind the methods.
+        refuse: False: what is wrong is left to `preflight`, which tells it with all else. The stack then has the
+            methods that could be built, one whose parameters are wrong with the others of them, or its defaults.
 
     Raises:
         ConfigError: see `registry.select`, `registry.build` and `MethodStack`.
     """
-    selection = registry.select(methods, method_params)
-    built: list[Method] = []
     problems: list[str] = []
+    selection = registry.select(methods, method_params, problems)
+    built: list[Method] = []
+    unbuilt: list[type[Method]] = []
     for name, cls in selection.classes.items():
-        with told(problems):
+        try:
             built.append(registry.build(cls, selection.params[name], name))
-    if problems:
+        except ConfigError as e:
+            problems.append(str(e))
+            mended = _without_what_is_wrong(cls, selection.params[name], name)
+            (unbuilt.append(cls) if mended is None else built.append(mended))
+    stack = MethodStack([*built, *watchers], seed, selection.bundle_of, max_unrewarded_batches, problems, unbuilt)
+    if refuse and problems:
         raise ConfigError("\n".join(problems))
-    return MethodStack([*built, *watchers], seed, selection.bundle_of, max_unrewarded_batches)
+    return stack
+
+
+def _without_what_is_wrong(cls: type[Method], values: Mapping[str, Any], name: str) -> Method | None:
+    """The method without one of its parameters, else with none; None if it cannot be built so either."""
+    fewer = [{k: v for k, v in values.items() if k != left_out} for left_out in values]
+    for rest in (*fewer, {}):
+        with contextlib.suppress(ConfigError):
+            return registry.build(cls, rest, name)
+    return None
 
 
 def check_max_unrewarded_batches(value: Any, name: str) -> int:
@@ -66,13 +85,43 @@ def check_max_unrewarded_batches(value: Any, name: str) -> int:
     return value
 
 
-def _only_one(methods: Sequence[Method], what: str, bundle_of: Mapping[str, str]) -> None:
+def _conflicts(
+    methods: Sequence[Method],
+    claims: Mapping[str, list[Method]],
+    unbuilt: Sequence[type[Method]],
+    parts: Mapping[str, str],
+) -> Iterator[str]:
+    """Why methods cannot run together.
+
+    Args:
+        claims: hook -> methods.
+        unbuilt: see `MethodStack`.
+        parts: method -> the bundle it is part of.
+    """
+    for hook, claimants in claims.items():
+        if HOOKS[hook].kind == "exclusive":
+            yield from _only_one([*claimants, *(c for c in unbuilt if hook in c.claims())], f"`{hook}`", parts)
+    yield from _only_one([m for m in methods if m.decides_rollouts], "how many rollouts prompts get", parts)
+    yield from _only_one([m for m in methods if "teacher_logprobs" in m.needs], "what the teacher is", parts)
+    whole = [m.name for m in methods if "whole_batches" in m.needs]
+    for m in claims["admit"] if whole else ():
+        yield (
+            f"`{whole[0]}` needs the prompts that were planned together in one batch, and `{m.name}` lets groups "
+            f"wait for a later batch. Remove `{whole[0]}` or `{m.name}` from `methods`."
+        )
+    summing = claims["policy_loss"] + claims["regularize"]
+    if len({m.aggregation for m in summing}) > 1:
+        names = [f"`{m.name}` ({m.aggregation})" for m in summing]
+        yield f"{' and '.join(names)} aggregate their losses differently and cannot run together."
+
+
+def _only_one(methods: Sequence[Method | type[Method]], what: str, bundle_of: Mapping[str, str]) -> Iterator[str]:
     """Refuses several methods that decide the same."""
     if len(methods) > 1:
         names = [f"`{m.name}`" for m in methods]
         parts = [m.name for m in methods if m.name in bundle_of]
         inside = "".join(f" `{name}` is part of `{bundle_of[name]}`: write `-{name}`." for name in parts)
-        raise ConfigError(
+        yield (
             f"The methods {' and '.join(names)} both decide {what}, and only one can. Remove {' or '.join(names)} from "
             f"`methods`.{inside}"
         )
@@ -126,8 +175,11 @@ class MethodStack(Context):
         seed: of the run; every `rng` derives from it.
         max_unrewarded_batches: generation batches in a row in which no completion has a reward (the service that
             makes them is down, say). They are skipped; one more ends the run.
+        problems: found before; conflicts of the methods are added, in place of an error.
+        unbuilt: named, and without the parameters to be built: they decide what their hooks decide.
 
     Attributes:
+        problems: which `preflight` tells with all else; a stack with some is true, though it may have no methods.
         claims: hook -> methods that override it, in order.
         needs: union of the signals, of the whole run.
         batch: generation batch, counted from 0; part of the saved state.
@@ -156,6 +208,8 @@ class MethodStack(Context):
         seed: int = 0,
         bundle_of: Mapping[str, str] | None = None,
         max_unrewarded_batches: int = MAX_UNREWARDED_BATCHES,
+        problems: list[str] | None = None,
+        unbuilt: Sequence[type[Method]] = (),
     ) -> None:
         self.methods = list(methods)
         self.seed = seed
@@ -179,27 +233,17 @@ class MethodStack(Context):
         self._warned: set[str] = set()
         claims = [(m, m.claims()) for m in methods]
         self.claims = {hook: [m for m, claimed in claims if hook in claimed] for hook in HOOKS}
-        for hook, claimants in self.claims.items():
-            if HOOKS[hook].kind == "exclusive":
-                _only_one(claimants, f"`{hook}`", self.bundle_of)
-        _only_one([m for m in methods if m.decides_rollouts], "how many rollouts prompts get", self.bundle_of)
-        _only_one([m for m in methods if "teacher_logprobs" in m.needs], "what the teacher is", self.bundle_of)
-        whole = [m.name for m in methods if "whole_batches" in m.needs]
-        for m in self.claims["admit"] if whole else ():
-            raise ConfigError(
-                f"`{whole[0]}` needs the prompts that were planned together in one batch, and `{m.name}` lets groups "
-                f"wait for a later batch. Remove `{whole[0]}` or `{m.name}` from `methods`."
-            )
-        sums = {m.aggregation for m in self.claims["policy_loss"] + self.claims["regularize"]}
-        if len(sums) > 1:
-            names = [f"`{m.name}` ({m.aggregation})" for m in self.claims["policy_loss"] + self.claims["regularize"]]
-            raise ConfigError(f"{' and '.join(names)} aggregate their losses differently and cannot run together.")
+        conflicts = [*_conflicts(self.methods, self.claims, unbuilt, self.bundle_of)]
+        if conflicts and problems is None:
+            raise ConfigError("\n".join(conflicts))
+        self.problems = [] if problems is None else problems
+        self.problems += conflicts
         self.needs: set[str] = set().union(*(m.needs for m in methods))
         for m in methods:
             m._context = self
 
     def __bool__(self) -> bool:
-        return bool(self.methods)
+        return bool(self.methods or self.problems)
 
     @property
     def names(self) -> list[str]:

@@ -37,8 +37,10 @@ from rl_plugins.trl.saved import (
     is_marked,
     mark,
     noted_costs,
+    sizes_of,
     skip_passes,
     state_checksum,
+    tell_sizes,
 )
 
 
@@ -159,7 +161,7 @@ class RunCallback(TrainerCallback):
     def save_begins(self, checkpoint: str) -> None:
         if self._writes:
             begin(Path(checkpoint))
-        mark(self.trainer.state)
+        mark(self.trainer.state, self.sizes())
 
     def write_state(self, checkpoint: str) -> None:
         """Writes the methods' state into a checkpoint, with the checksums of TRL's files: after them, and before the
@@ -175,6 +177,10 @@ class RunCallback(TrainerCallback):
     def content(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state to save now, and notes with it."""
         raise NotImplementedError
+
+    def sizes(self) -> dict[str, float]:
+        """Of the run, which a resume compares."""
+        return {}
 
     @property
     def _writes(self) -> bool:
@@ -247,6 +253,9 @@ class MethodsCallback(RunCallback):
         inside = not self.at_boundary
         return (self._boundary_state if inside else self._state()), {"inside_generation_batch": inside}
 
+    def sizes(self) -> dict[str, float]:
+        return sizes_of(self.trainer)
+
     def _state(self) -> dict[str, Any]:
         return {**self.trainer.methods.state_dict(self.fingerprint), NOTE: self.trainer.costs.plain()}
 
@@ -265,6 +274,7 @@ class MethodsCallback(RunCallback):
             marked = is_marked(t.state)
             saved = resume(stack, checkpoint, fingerprint=self.fingerprint, step=step, batch=batch, with_methods=marked)
             t.costs = Costs.of_checkpoint(saved or noted_costs(t.state))
+            tell_sizes(checkpoint, t.state, self.sizes())
             return stack.batch, stack.extra_prompts
 
         stack.batch, stack.extra_prompts = on_driver(t.accelerator, read)

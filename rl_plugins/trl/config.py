@@ -48,9 +48,9 @@ class GRPOConfig(trl.GRPOConfig):
         has_trainer: a trainer with methods is taking this config.
 
     Raises:
-        ConfigError: an unknown method or parameter, parameters of a method that is not enabled, a
-            `rollout_cache_gb` that is negative or not finite, a `max_unrewarded_batches` below 0, a
-            `rollout_precision` that is not known or cannot take effect.
+        ConfigError: `methods` that are no list, `method_params` that are no mapping (the trainer refuses unknown
+            methods and parameters, with all else that is wrong), a `rollout_cache_gb` that is negative or not finite,
+            a `max_unrewarded_batches` below 0, a `rollout_precision` that is not known or cannot take effect.
     """
 
     methods: list[str] = field(
@@ -169,7 +169,6 @@ def read_methods(config: Any) -> None:
     check_max_unrewarded_batches(config.max_unrewarded_batches, "max_unrewarded_batches")
     config.methods = registry.parse_methods(config.methods)
     config.method_params = registry.parse_method_params(config.method_params)
-    registry.select(config.methods, config.method_params)
     trace_of(getattr(config, "trace", None), "trace", "")
 
 

@@ -26,11 +26,17 @@ logger = logging.getLogger("rl_plugins")
 
 COUNTED = "rl_plugins_costs"  # name of the costs that a run without methods notes in TRL's own state
 OF_TRAINER, ALONE = "trainer_state", "save_only_model"  # of our state: a checksum; whether only the model was saved
+PROCESSES, PROMPTS = "processes", "prompts per optimizer step"  # in our note in TRL's state
 ACCEPT = "accept_changed_checkpoint=True"
 # Files that the Trainer loads if they are there.
 LOADED = r"[^/]+\.(safetensors|bin|pt|pth|index\.json)|[^/]+/adapter_model\.(safetensors|bin)|.*\.distcp"
 
 _NUMBERED = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
+
+
+def wanted_of(given: str | bool | None) -> str | bool | None:
+    """`resume_from_checkpoint`, also as a command line gives it."""
+    return given.lower() == "true" if isinstance(given, str) and given.lower() in ("true", "false") else given
 
 
 def resume_from(trainer: Any, wanted: Any) -> str | None:
@@ -91,9 +97,10 @@ def unfinished(checkpoint: Path, ranks: int) -> str | None:
     try:
         state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
         step = state["global_step"]
+        ranks = _note(state.get("stateful_callbacks") or {}, step).get(PROCESSES, ranks)
     except FileNotFoundError:
         return f"it has no {TRAINER_STATE_NAME}, which is written last"
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         return f"its {TRAINER_STATE_NAME} cannot be read ({type(e).__name__})"
     number = _NUMBERED.match(checkpoint.name)
     if number and step != int(number[1]):
@@ -164,16 +171,44 @@ def begin(checkpoint: Path) -> None:
     (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
 
 
-def mark(state: Any) -> None:
-    """Notes in TRL's own state, which it saves, that the checkpoint of this step is made with methods."""
-    state.stateful_callbacks[FOLDER] = {"args": {}, "attributes": {"step": state.global_step}}
+def mark(state: Any, sizes: Mapping[str, float]) -> None:
+    """Notes in TRL's own state, which it saves, that the checkpoint of this step is made with methods, and `sizes_of`
+    the run."""
+    state.stateful_callbacks[FOLDER] = {"args": {}, "attributes": {"step": state.global_step, **sizes}}
 
 
 def is_marked(state: Any) -> bool:
     """Whether the checkpoint of this state was made with methods. A later one of a run without methods was not: the
     note it carries on is of another step."""
-    note = state.stateful_callbacks.get(FOLDER)
-    return isinstance(note, dict) and note.get("attributes") == {"step": state.global_step}
+    return bool(_note(state.stateful_callbacks, state.global_step))
+
+
+def _note(callbacks: Mapping[str, Any], step: int) -> Mapping[str, Any]:
+    """What `mark` noted at this step; nothing if it did not."""
+    note = callbacks.get(FOLDER)
+    found = note.get("attributes") if isinstance(note, dict) else None
+    return found if isinstance(found, dict) and found.get("step") == step else {}
+
+
+def sizes_of(trainer: Any) -> dict[str, float]:
+    """What decides how the host goes on from a checkpoint."""
+    a = trainer.args
+    batch = a.generation_batch_size / a.num_generations / (a.steps_per_generation * trainer.num_iterations)
+    return {PROCESSES: trainer.accelerator.num_processes, PROMPTS: batch * a.gradient_accumulation_steps}
+
+
+def tell_sizes(checkpoint: str, state: Any, sizes: Mapping[str, float]) -> None:
+    """One warning where a resume does not go on as the run would have, because it has other `sizes_of`. The methods
+    decide in one process, from random numbers that depend on none of them."""
+    saved = {**sizes, **_note(state.stateful_callbacks, state.global_step)}
+    changes = {PROCESSES: "the random numbers of the host start anew", PROMPTS: "it goes on elsewhere in the dataset"}
+    told = [
+        f"it was made with {saved[name]:g} {name}, and this run has {sizes[name]:g}: {change}"
+        for name, change in changes.items()
+        if saved[name] != sizes[name]
+    ]
+    if told:
+        logger.warning("The checkpoint %s: %s.", checkpoint, "; ".join(told))
 
 
 def note_costs(state: Any, costs: Costs) -> None:

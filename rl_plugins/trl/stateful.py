@@ -12,7 +12,7 @@ from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.trl.changes import changed, load_to_numbered_cpus
 from rl_plugins.trl.config import as_names
 from rl_plugins.trl.model_card import methods_section
-from rl_plugins.trl.saved import check_saved, resume_from
+from rl_plugins.trl.saved import check_saved, resume_from, wanted_of
 
 _Host: Any = object  # for the type checker: whatever trainer the mixin is put before
 
@@ -25,8 +25,7 @@ class StatefulMixin(_Host):
     _methods_callback: Any
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.lower() in ("true", "false"):
-            resume_from_checkpoint = resume_from_checkpoint.lower() == "true"  # as a command line gives it
+        resume_from_checkpoint = wanted_of(resume_from_checkpoint)
         if resume_from_checkpoint:
             found = on_driver(self.accelerator, lambda: resume_from(self, resume_from_checkpoint))
             if found is not None:

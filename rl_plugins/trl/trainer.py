@@ -127,6 +127,7 @@ class MethodsMixin(StatefulMixin):
             getattr(config, "seed", 0),
             getattr(config, "max_unrewarded_batches", MAX_UNREWARDED_BATCHES),
             trace_of(getattr(config, "trace", None), "trace", str(getattr(config, "output_dir", ""))),
+            refuse=False,
         )
         if not self.methods:
             return contextlib.nullcontext()

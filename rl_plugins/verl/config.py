@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_plugins.core.errors import ConfigError, did_you_mean, pip_command, shortened, shown
+from rl_plugins.core.errors import ConfigError, did_you_mean, pip_command, shortened, shown, told
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.chat import TokenizerChat
 from rl_plugins.runtime.reward_errors import STOP, check_on_reward_error
@@ -70,19 +70,25 @@ class Settings:
     trace: Any = None
     output_dir: str = ""
 
-    def stack(self) -> MethodStack:
+    def stack(self, refuse: bool = True) -> MethodStack:
         """The methods, built again.
+
+        Args:
+            refuse: see `build_stack`.
 
         Raises:
             ConfigError: see `build_stack`.
         """
         params = {k: dict(v) for k, v in self.method_params.items()}
         watchers = trace_of(self.trace, "rl_plugins.trace", self.output_dir)
-        return build_stack(list(self.methods), params, self.seed, self.max_unrewarded_batches, watchers)
+        return build_stack(list(self.methods), params, self.seed, self.max_unrewarded_batches, watchers, refuse)
 
 
-def read_settings(config: Any) -> Settings | None:
+def read_settings(config: Any, problems: list[str] | None = None) -> Settings | None:
     """The node `rl_plugins` of a whole verl config; None if there is none.
+
+    Args:
+        problems: gets what is wrong, in place of an error; the defaults then stand in for it.
 
     Raises:
         ConfigError: an unknown key, or a value of the wrong kind.
@@ -95,31 +101,44 @@ def read_settings(config: Any) -> Settings | None:
     plain = plain_values(node)
     if not isinstance(plain, dict):
         raise ConfigError(f"rl_plugins={shown(plain)} is given; it has the keys {', '.join(KEYS)}.")
+    wrong: list[str] = []
     for key in plain:
         if key not in KEYS:
             named = shortened(key if isinstance(key, str) else shown(key), 80)
-            raise ConfigError(
+            wrong.append(
                 f"rl_plugins.{named} does not exist; allowed: {', '.join(KEYS)}.{did_you_mean(str(key), KEYS)}"
             )
-    methods = registry.parse_methods(plain.get("methods") or [])
-    params = registry.parse_method_params(plain.get("method_params"))
-    seed = OmegaConf.select(config, "data.seed")
-    most = plain.get("max_unrewarded_batches", MAX_UNREWARDED_BATCHES)
-    switches = {name: plain.get(name, False) for name in ("count_costs", "accept_changed_checkpoint")}
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ConfigError(f"rl_plugins.{name}={shown(value)} is given; it is true or false.")
+    checks: dict[str, Callable[[Any], Any]] = {
+        "methods": lambda given: tuple(registry.parse_methods(given or [])),
+        "method_params": registry.parse_method_params,
+        "rewards": lambda given: _rewards(given, config),
+        "max_unrewarded_batches": lambda given: check_max_unrewarded_batches(
+            MAX_UNREWARDED_BATCHES if given is None else given, "rl_plugins.max_unrewarded_batches"
+        ),
+        "on_reward_error": lambda given: check_on_reward_error(given or STOP, "rl_plugins.on_reward_error"),
+        "count_costs": lambda given: _switch("count_costs", given),
+        "accept_changed_checkpoint": lambda given: _switch("accept_changed_checkpoint", given),
+    }
+    values: dict[str, Any] = {"methods": ()}
+    for name, check in checks.items():
+        with told(wrong):
+            values[name] = check(plain.get(name))
+    if wrong and problems is None:
+        raise ConfigError("\n".join(wrong))
+    if problems is not None:
+        problems += wrong
     return Settings(
-        methods=tuple(methods),
-        method_params=params,
-        rewards=_rewards(plain.get("rewards"), config),
-        seed=int(seed or 0),
-        max_unrewarded_batches=check_max_unrewarded_batches(most, "rl_plugins.max_unrewarded_batches"),
-        on_reward_error=check_on_reward_error(plain.get("on_reward_error", STOP), "rl_plugins.on_reward_error"),
-        **switches,
+        **values,
+        seed=int(OmegaConf.select(config, "data.seed") or 0),
         trace=plain.get("trace"),
         output_dir=str(OmegaConf.select(config, "trainer.default_local_dir") or ""),
     )
+
+
+def _switch(name: str, given: Any) -> bool:
+    if given is not None and not isinstance(given, bool):
+        raise ConfigError(f"rl_plugins.{name}={shown(given)} is given; it is true or false.")
+    return bool(given)
 
 
 def plain_values(node: Any) -> Any:

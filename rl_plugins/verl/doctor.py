@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.core.errors import ConfigError, RLPluginsError, pip_command
+from rl_plugins.core.errors import ConfigError, RLPluginsError, pip_command, told
 from rl_plugins.core.files import parquet_of
 from rl_plugins.core.rollouts import Plan
 from rl_plugins.runtime.report import (
@@ -315,21 +315,21 @@ def _print_run(overrides: Sequence[str], own: Mapping[str, str]) -> list[str]:
     problems = _missing_values(config)
     settings: Settings | None = None
     stack = build_stack([])
-    try:
-        settings = read_settings(config)
+    with told(problems):
+        settings = read_settings(config, problems)
+        with told(problems):
+            start.check_mode(settings, config, None)
         if settings is not None:
-            stack = settings.stack()
-        start.check_mode(settings, config, None)
-    except ConfigError as e:
-        problems.append(str(e))
+            stack = settings.stack(refuse=False)
     run = _Examined(config, settings or Settings(()), stack, problems=problems)
     options: dict[str, Any] = {}
     if stack and settings is not None:
-        try:
+        found: list[str] = []
+        with told(found):
             options = start.apply(stack, settings, config)
-        except ConfigError as e:
-            problems += str(e).splitlines()
-        print(f"\n{start.describe(stack, options, config)}")
+        problems += "\n".join(found).splitlines()
+        if not stack.problems:
+            print(f"\n{start.describe(stack, options, config)}")
     elif settings is None or not settings.methods:
         whose = "verl's own" if settings is None else "GRPO with the weights of rl_plugins.rewards, if it names any"
         print(f"\nNo methods are named: the run is {whose}.")
@@ -455,8 +455,9 @@ def _batch(run: _Examined) -> Iterator[tuple[str, str]]:
     rows = prompts * size
     plan, stages = None, list[tuple[str, str]]()
     try:
-        plan = _first_plan(run, prompts)
-        stages = list(stage_lines(stack, lambda: _plan(run, prompts), rows))
+        if not stack.problems:
+            plan = _first_plan(run, prompts)
+            stages = list(stage_lines(stack, lambda: _plan(run, prompts), rows))
     except RLPluginsError as e:
         if run.prompts is None:
             yield "plan", f"not known without the data set ({str(e).splitlines()[0]})"

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_plugins.core.errors import ConfigError, did_you_mean, shown, told
 from rl_plugins.runtime.preflight import render_table
-from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.verl import METHODS_VARIABLE, TEACHER_VARIABLE, capabilities
 from rl_plugins.verl.compat import check_verl
 from rl_plugins.verl.config import MODES, Settings, read_settings
@@ -42,13 +42,21 @@ def prepare(config: Any, trainer: type | None = None) -> Prepared | None:
         ConfigError: methods that would be ignored, or that cannot act as this run is configured.
         StateError: verl could not tell from which checkpoint it is to resume.
     """
-    settings = read_settings(config)
-    check_mode(settings, config, trainer)
+    problems: list[str] = []
+    settings, stack = read_settings(config, problems), build_stack([])
+    with told(problems):
+        check_mode(settings, config, trainer)
+    with told(problems):
+        stack = build_stack([]) if settings is None else settings.stack(refuse=False)
+    if stack and settings is not None:
+        options = dict[str, Any]()
+        with told(problems):
+            options = apply(stack, settings, config)
+    if problems:
+        raise ConfigError("\n".join(problems))
     if settings is None:
         return None
-    stack = settings.stack()
     if stack:
-        options = apply(stack, settings, config)
         check_tracker(config)
         if trainer is None:
             print(describe(stack, options, config), flush=True)

@@ -68,7 +68,9 @@ class AsyncMethodsMixin(StatefulMixin):
         """
         given = capabilities.KnownAsync.of(arguments)
         config = given.args
-        self.methods = build_stack(config.methods, config.method_params, config.seed, config.max_unrewarded_batches)
+        self.methods = build_stack(
+            config.methods, config.method_params, config.seed, config.max_unrewarded_batches, refuse=False
+        )
         check_names(HostTrainer, ASYNC_TRAINER)
         self._method_options = capabilities.check(self.methods, given)
         for name, value in self._method_options.items():

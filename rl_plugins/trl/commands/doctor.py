@@ -12,20 +12,24 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
 import trl
 from datasets import load_dataset
+from transformers.trainer import TRAINER_STATE_NAME
 
-from rl_plugins.core.errors import ConfigError, RLPluginsError, shown, told
+from rl_plugins.core.errors import ConfigError, RLPluginsError, StateError, shown, told
 from rl_plugins.core.rollouts import Plan, Queue
 from rl_plugins.runtime import preflight
 from rl_plugins.runtime.chat import has_template
+from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.report import plan_lines, stage_lines
+from rl_plugins.runtime.resume import resume
 from rl_plugins.runtime.stack import MethodStack, build_stack
-from rl_plugins.trl import capabilities
+from rl_plugins.trl import capabilities, saved
 from rl_plugins.trl.changes import changed
 from rl_plugins.trl.commands import heads, host_config, script
 from rl_plugins.trl.compat import Seams
@@ -63,7 +67,7 @@ def print_run(
     stack, launch = build_stack([]), script.Launch(1, deepspeed=False)  # where one is refused, the rest is still told
     words = [*arguments.script, "--methods", "", "--method_params", "{}"]
     with told(found.problems):
-        stack, words = build_stack(arguments.methods, arguments.method_params), arguments.script
+        stack, words = build_stack(arguments.methods, arguments.method_params, refuse=False), arguments.script
     with told(found.problems):
         launch = script.planned_launch(arguments)
     if launch.asked and world_size is None:
@@ -75,21 +79,51 @@ def print_run(
     try:
         known = _known_of(words, processes, world_size is not None, launch.deepspeed, found, masked, may_be_of_script)
     except (ValueError, TypeError, ImportError) as e:
-        return [*found.problems, f"TRL refuses the config: {e}"]
+        return [*found.problems, *stack.problems, f"TRL refuses the config: {e}"]
     options: dict[str, Any] = {}
     lines: list[str] = []
     with told(lines):
         options = _check(stack, known)
     refused = "\n".join(lines).splitlines()
     found.problems.extend(refused)
-    if stack:
+    if stack.methods and not stack.problems:
         print(f"\n{preflight.render_table(stack, options)}")
     elif not arguments.methods:
         print("\nNo methods are named: the run is TRL's own.")
     if idle := capabilities.without_effect(stack, known.args):
         print(f"  host options without effect: {', '.join(idle)}")
     _print_batch(stack, known, processes, found, plans=not refused)
+    wanted = saved.wanted_of(known.args.resume_from_checkpoint)
+    if wanted and not refused:
+        print("\nResume", flush=True)
+        with told(found.problems):
+            _look_at_checkpoint(wanted, stack, known, processes)
     return found.problems
+
+
+def _look_at_checkpoint(wanted: str | bool, stack: MethodStack, known: capabilities.KnownRun, processes: int) -> None:
+    """Prints what a resume would load and drop, as the run does.
+
+    Args:
+        stack: it has planned a batch, so it is started.
+
+    Raises:
+        ConfigError: with what the run would refuse.
+    """
+    alone = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device=torch.device("cpu"))
+    run = SimpleNamespace(args=known.args, methods=stack, num_iterations=known.args.num_iterations, accelerator=alone)
+    try:
+        folder = saved.resume_from(run, wanted)
+        if folder is None or not os.path.isdir(folder):
+            raise ConfigError(f"There is no checkpoint {folder or f'in {known.args.output_dir}'} to resume from.")
+        saved.check_saved(run, folder)
+        if stack and known.dataset is not None:
+            state = transformers.TrainerState.load_from_json(os.path.join(folder, TRAINER_STATE_NAME))
+            step, data, marked = state.global_step, fingerprint(known.dataset), saved.is_marked(state)
+            resume(stack, folder, fingerprint=data, step=step, batch=0, with_methods=marked)
+            saved.tell_sizes(folder, state, {**saved.sizes_of(run), saved.PROCESSES: processes})
+    except StateError as e:
+        raise ConfigError(str(e)) from None
 
 
 def print_script(script: Path, words: Sequence[str]) -> list[str]:
@@ -206,9 +240,7 @@ def _check(stack: MethodStack, known: capabilities.KnownRun) -> dict[str, Any]:
     """Options that the methods set, which the config then has."""
     args, offered = known.args, None
     if isinstance(args, MaskedGRPOConfig):
-        problems = masked_capabilities.problems_of(stack)
-        if problems:
-            raise ConfigError("\n".join(problems))
+        stack.problems += masked_capabilities.problems_of(stack)
         offered = masked_capabilities.masked_capabilities(capabilities.trl_capabilities(stack, known), stack, args)
     options = capabilities.check(stack, known, Seams.of(trl.GRPOTrainer), offered) if stack else {}
     for name, value in options.items():

@@ -295,9 +295,7 @@ class MaskedGRPOTrainer(MethodsMixin, MaskedTrainer):
         return inside
 
     def capabilities_of(self, known: KnownRun) -> HostCapabilities:
-        problems = problems_of(self.methods)
-        if problems:
-            raise ConfigError("\n".join(problems))
+        self.methods.problems += problems_of(self.methods)
         config = known.args
         assert isinstance(config, MaskedGRPOConfig)
         return masked_capabilities(super().capabilities_of(known), self.methods, config)

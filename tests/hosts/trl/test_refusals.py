@@ -332,6 +332,12 @@ def test_a_dataset_smaller_than_a_batch(tmp_path):
 
 def test_every_problem_is_told_at_once(tmp_path):
     refused(tmp_path, "(?s)`gdpo` needs two or more.*`minpro` needs tokens that another", ["gdpo", "minpro"])
+    refused(
+        tmp_path,
+        "(?s)no method `nosuch`.*no parameter `nope`.*`column` is missing.*`vade` and `linear_ts`.*`minpro` needs",
+        ["vade", "linear_ts", "nosuch", "minpro"],
+        vade={"nope": 1},
+    )
 
 
 def test_idle_host_options_are_shown(tmp_path, capsys):
@@ -380,8 +386,10 @@ def test_left_over_parameters_on_the_command_line(tmp_path):
         f"methods: [mc_grpo]\nmethod_params: {{mc_grpo: {{mad_eps: 1e-3}}}}\n"
         f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n"
     )
+    words = ["--config", str(tmp_path / "run.yaml"), "--methods", "vade"]
+    (args,) = TrlParser((GRPOConfig,)).parse_args_and_config(words)
     with raises(ConfigError, match="`mc_grpo`"):
-        TrlParser((GRPOConfig,)).parse_args_and_config(["--config", str(tmp_path / "run.yaml"), "--methods", "vade"])
+        GRPOTrainer(model="no/such/model", reward_funcs=score, args=args, train_dataset=build_dataset(64))
 
 
 # ---- what the adapter relies on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from rl_plugins import __version__
 from rl_plugins.core.errors import StateError
 from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.runtime.state import load_state, save_state
+from rl_plugins.trl.commands.doctor import print_run
 
 pytestmark = pytest.mark.host
 
@@ -174,6 +176,35 @@ def test_the_same_methods_say_what_they_load(run_folder, capsys, newest):
     trainer(run_folder, max_steps=4, trace=True).train(resume_from_checkpoint=newest)
     (line,) = [one for one in capsys.readouterr().out.splitlines() if "was made with methods" in one]
     assert "Loaded: state of `counter` (" in line and line.endswith("Dropped: nothing. Starting fresh: nothing.")
+
+
+def test_the_doctor_says_what_a_resume_would_load_and_refuse(run_folder, capsys, caplog):
+    (run_folder / "data").mkdir()
+    build_dataset(200, seed=1).to_parquet(str(run_folder / "data/train.parquet"))
+    options = dict(
+        model_name_or_path=str(run_folder / "policy"), dataset_name=str(run_folder / "data"), use_cpu=True, bf16=False,
+        output_dir=str(run_folder / "out"), reward_funcs=["rl_plugins.lab.demo.rewards.exact"], max_steps=8, seed=0,
+        per_device_train_batch_size=32, num_generations=8, max_completion_length=14, report_to="none", optim="sgd",
+        resume_from_checkpoint="true",
+    )  # fmt: skip
+
+    def told(methods, **changes):
+        (run_folder / "run.yaml").write_text(json.dumps({**options, **changes, "methods": methods}))
+        problems = print_run(["--config", str(run_folder / "run.yaml")], None)
+        return "\n".join(problems), capsys.readouterr().out + caplog.text
+
+    problems, text = told(["counter"])
+    assert not problems and "checkpoint-3 (step 3" in text and "Loaded: state of `counter` (" in text
+    problems, text = told(["noop"], num_generations=4)
+    assert not problems and "Dropped: state of `counter` (" in text and "4 prompts per optimizer step" in text
+    assert "Dropped: state of `counter` (" in told([])[1]
+    assert "seed 0, and this run has seed 7" in told(["counter"], seed=7)[0]
+    assert "nowhere" in told(["counter"], resume_from_checkpoint="nowhere")[0]
+    assert str(run_folder / "new") in told(["counter"], output_dir=str(run_folder / "new"))[0]
+    file = run_folder / "out/checkpoint-3/rl_plugins/state.json"
+    file.write_text(file.read_text()[:50])
+    assert "cannot be read" in told(["counter"])[0]
+    assert "Resume" not in told(["counter"], resume_from_checkpoint=None)[1]
 
 
 def test_state_of_other_methods_is_dropped_in_one_line(run_folder, caplog):

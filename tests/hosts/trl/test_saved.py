@@ -99,11 +99,40 @@ def test_without_any_checkpoint_the_host_refuses(tmp_path):
 def test_a_checkpoint_of_several_ranks_lacks_what_one_of_them_did_not_write(folder):
     checkpoint = folder / "out" / "checkpoint-5"
     (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
-    assert unfinished(checkpoint, 2) == "it has no rng_state_1.pth"
+    made_by(2, checkpoint)
+    assert unfinished(checkpoint, 2) == unfinished(checkpoint, 1) == "it has no rng_state_1.pth"
     shutil.copy(checkpoint / "rng_state_0.pth", checkpoint / "rng_state_1.pth")
     assert unfinished(checkpoint, 2) is None
+    assert unfinished(checkpoint, 4) is None, "it is whole, whoever resumes it"
     checkpoint.rename(checkpoint.with_name("checkpoint-9"))
     assert unfinished(checkpoint.with_name("checkpoint-9"), 2) == "its trainer_state.json is of step 5"
+
+
+@pytest.mark.parametrize(
+    ("processes", "options", "words"),
+    [
+        (1, {}, ()),
+        (1, {"gradient_accumulation_steps": 2}, ()),  # of half the rows
+        (2, {}, ("with 2 processes",)),
+        (1, {"per_device_train_batch_size": 32}, ("with 8 prompts per optimizer step, and this run has 4",)),
+        (2, {"num_generations": 4}, ("with 2 processes", "and this run has 16")),
+    ],
+)
+def test_a_resume_with_other_sizes_says_what_changes(folder, caplog, processes, options, words):
+    made_by(processes, folder / "out" / "checkpoint-4")
+    with caplog.at_level("WARNING", "rl_plugins"):
+        run(folder, ["mc_grpo"], 5, resume=str(folder / "out" / "checkpoint-4"), **options)
+    told = [r.message for r in caplog.records if r.name == "rl_plugins" and "was made with" in r.message]
+    assert len(told) == bool(words) and all(word in told[0] for word in words)
+
+
+def made_by(processes, checkpoint):
+    """Another number of processes in the note of a checkpoint."""
+    file = checkpoint / "trainer_state.json"
+    state = json.loads(file.read_text())
+    assert state["stateful_callbacks"]["rl_plugins"]["attributes"]["processes"] == 1
+    state["stateful_callbacks"]["rl_plugins"]["attributes"]["processes"] = processes
+    file.write_text(json.dumps(state))
 
 
 def test_while_a_checkpoint_is_saved_it_is_unfinished_and_never_ours_alone(folder, monkeypatch):

@@ -302,6 +302,23 @@ def test_all_problems_are_told_at_once() -> None:
     with raises(ConfigError) as e:
         prepare(config("algorithm.use_kl_in_reward=True", "algorithm.filter_groups.enable=True", methods="mc_grpo"))
     assert "filter_groups" in str(e.value) and "use_kl_in_reward" in str(e.value)
+    words = [
+        "algorithm.use_kl_in_reward=True",
+        "+rl_plugins.count_costs=7",
+        "+rl_plugins.method_params={vade: {nope: 1}}",
+    ]
+    with raises(ConfigError) as e:
+        prepare(config(*words, "trainer.v1.trainer_mode=sync", methods="vade,linear_ts,nosuch,mc_grpo"))
+    for word in (
+        "use_kl_in_reward",
+        "count_costs",
+        "`nope`",
+        "`column`",
+        "`vade` and `linear_ts`",
+        "`nosuch`",
+        "=sync",
+    ):
+        assert word in str(e.value)
 
 
 def test_options_are_set_for_what_methods_need(capsys: pytest.CaptureFixture[str]) -> None:
@@ -679,7 +696,7 @@ def test_methods_are_built_and_checked_once_per_trainer(monkeypatch: pytest.Monk
 
     built, checked = [], []
     stack, check = Settings.stack, capabilities.check
-    monkeypatch.setattr(Settings, "stack", lambda self: built.append(1) or stack(self))
+    monkeypatch.setattr(Settings, "stack", lambda self, refuse=True: built.append(1) or stack(self, refuse))
     monkeypatch.setattr(capabilities, "check", lambda *args: checked.append(1) or check(*args))
 
     class Stop(Exception):
