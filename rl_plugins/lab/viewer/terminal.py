@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
@@ -53,9 +54,12 @@ def print_run(trace: TraceFolder, console: Console) -> None:
             "recorded" if b["batch"] in recorded else "-",
         )
     console.print(table)
+    for method, n in Counter(b["selected_by"] for b in trace.batches if b["selected"]).items():
+        if method in last["methods"]:
+            console.print(f"{method} chose the prompts of {n} of {len(trace.batches)} batches.", markup=False)
     console.print(
         "Step: the host's first step that trains the batch; batches count from 0, steps from 1. Change: largest "
-        "difference of a row's advantage to that of plain GRPO. Next: --batch N",
+        "difference of a row's advantage to that of plain GRPO. What else methods did: --batch N",
         markup=False,
     )
 
