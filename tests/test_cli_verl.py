@@ -39,6 +39,7 @@ from rl_plugins.verl.offline import run_of_words
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "verl"
 VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
+STRATEGY = "actor_rollout_ref.actor.strategy"
 RUN = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
@@ -124,7 +125,7 @@ def test_a_missing_or_untested_verl(monkeypatch):
     real = report.importlib.metadata.version
     monkeypatch.setattr(report.importlib.metadata, "version", lambda name: "0.10.1" if name == "verl" else real(name))
     text = examine(status=1)
-    assert "untested (tested: >=0.9.0,<0.10)" in text and "verl 0.10.1 is installed; this version" in problems(text)
+    assert re.search(r"^  verl +0\.10\.1 .*not allowed$", text, re.M) and "verl 0.10.1 is installed; this version" in problems(text)
     monkeypatch.setenv("RL_PLUGINS_ALLOW_UNTESTED", "1")
     examine()
 
@@ -393,6 +394,28 @@ def test_what_verl_asserts_where_rollouts_have_devices_of_their_own():
         "rl_plugins.methods=[dars_breadth]",
     )
     assert start.prepare(compose([*RUN, *apart, *mini])) is not None  # the method makes it the batch
+    halves = ("trainer.n_gpus_per_node=4", "actor_rollout_ref.rollout.n_gpus_per_node=4")
+    found = section(examine(*RUN, *apart, *halves, mode, "trainer.v1.separate_async.parameter_sync_step=1"), "The run")
+    assert found["devices"] == "1 x 4 cuda; rollouts on 1 x 4 of their own, 8 together"
+
+
+def test_a_critic_and_tools_are_named(tmp_path):
+    tools = "actor_rollout_ref.rollout.multi_turn.tool_config_path="
+    (tmp_path / "there.yaml").write_text("tools: []")
+    text = examine(*RUN[:9], "+rl_plugins.methods=[vade]", "algorithm.adv_estimator=gae", f"{tools}not_there.yaml")
+    found = section(text, "The run")
+    assert "critic" in found["engines"] and found["tools"] == "not_there.yaml"
+    assert text.count("not_there.yaml") == 2, "in the notes, too"
+    text = examine(*RUN, f"{tools}there.yaml")
+    assert text.count("there.yaml") == 1 and "critic" not in text
+
+
+@pytest.mark.parametrize(
+    "words", [["model_engine=megatron"], [f"{STRATEGY}=megatron"], ["--config-name=ppo_megatron_trainer"]]
+)
+def test_an_engine_that_never_ran_is_one_problem(words):
+    text = problems(examine(*words, *RUN, status=1))
+    assert text.startswith(" problem:") and f"{STRATEGY}=megatron" in text
 
 
 MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"

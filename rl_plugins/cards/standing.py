@@ -108,7 +108,7 @@ def standing_of(name: str, parts: tuple[str, ...]) -> Standing:
     behind = [r for p in dict.fromkeys((name, *parts)) for r in measured_of(p) if r.worse]
     brief["lost"] = [f"behind in {r.claim}" + (f", against {r.baseline}" if r.baseline else "") for r in behind]
     brief["lost"] += ["a lower reward than GRPO's after training in a simulation"] * bool(worse)
-    more: list[str] = []
+    more: dict[str, str] = {}
     less: dict[str, str] = {}
     same: dict[str, str] = {}
     acts = 0
@@ -118,7 +118,7 @@ def standing_of(name: str, parts: tuple[str, ...]) -> Standing:
         said = {
             s: world if found == targets else f"{world} ({', '.join(found)})" for s, found in signs.items() if found
         }
-        more += [said["more"]] if "more" in said else []
+        more |= {world: said["more"]} if "more" in said else {}
         if "less" in said:
             less[world] = said["less"]
         elif host:
@@ -132,12 +132,14 @@ def standing_of(name: str, parts: tuple[str, ...]) -> Standing:
     counts = {"less progress": less, f"no more than the host's own way ({ways})": same}
     steps = {"less progress than GRPO's": less, f"no more progress than with {HOSTS_WAY}": same}
     brief_against = [text for key in ("harm", "matched", "lost", "unmet") for text in brief[key]]
-    brief_against += [f"a step makes {head} in {len(of)} of {acts} simulations" for head, of in steps.items() if of]
+    for head, of in steps.items():
+        other = ", by another measure" * bool(of and of.keys() <= more.keys())
+        brief_against += [f"a step makes {head} in {len(of)} of {acts} simulations{other}"] * bool(of)
     brief_good = [f"helped in small runs: {'; '.join(dict.fromkeys(brief['helped']))}"] * bool(helped)
     brief_good += [f"a step makes more progress than GRPO's in {len(more)} of {acts} simulations"] * bool(more)
     told_against = [*harm, *matched, *lost, *unmet]
     against = (*told_against, *(f"{head} in {len(of)} of {acts} worlds" for head, of in counts.items() if of))
-    good = _sentences({"Helped: ": helped, "A step makes more progress than GRPO's in ": more})
+    good = _sentences({"Helped: ": helped, "A step makes more progress than GRPO's in ": list(more.values())})
     worlds = {
         "A step makes less progress in ": list(less.values()),
         "A step makes no more progress than the host's own way in ": [f"{w} (`{way}`)" for w, way in same.items()],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -167,13 +168,15 @@ def _print_installation(brief: bool) -> Iterator[str]:
         brief: only what bears on a run, because a report of it follows.
     """
     from rl_plugins.runtime.report import VARIABLES, print_environment, print_versions
+    from rl_plugins.runtime.tested import ALLOW_VARIABLE
 
     states = print_versions(SHOWN, brief)
-    usable = [host for host in HOSTS if states[host][1].startswith("ok")]
+    tried = ("not allowed",) if os.environ.get(ALLOW_VARIABLE) else ()
+    usable = [host for host in HOSTS if states[host][1].startswith(("ok", *tried))]
     if not usable:
         yield (
-            f"no host in a tested version is installed: {', '.join(f'{h} is {states[h][1]}' for h in HOSTS)}. Install "
-            f"one, for example TRL: {pip_command('trl')}"
+            f"no host in a version that is allowed is installed: {', '.join(f'{h} is {states[h][1]}' for h in HOSTS)}. "
+            f"Install one, for example TRL: {pip_command('trl')}"
         )
     if "trl" in usable:
         from rl_plugins.trl.compat import closed_parts, moved_symbols, seams
@@ -186,7 +189,7 @@ def _print_installation(brief: bool) -> Iterator[str]:
         if moved:
             yield f"TRL moved what rl-plugins builds on: {'; '.join(moved)}."
         if not brief:
-            print("\nUpstream changes in this TRL (patches/README.md)")
+            print("\nOptional changes of TRL, nothing to do (patches/README.md)")
         for what, there in seams().items() if not brief else ():
             print(f"  {'there' if there else 'not there':<11}{what}")
 

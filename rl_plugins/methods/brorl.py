@@ -72,7 +72,9 @@ class BroRL(Method):
         ramp: tuple[tuple[int, ...], ...] = param((), "pairs [first generation batch, N]; empty: the host's number")
         base_rows: int | None = param(None, "rows per step that the learning rate was tuned for; none: no change", ge=1)
         lr_scale: Literal["sqrt", "linear", "none"] = param("sqrt", "scaling of the rate", only_if={"base_rows": GIVEN})
-        success_threshold: float = param(0.5, "lowest reward that counts as a success in the logs")
+        success_threshold: float = param(
+            0.5, "lowest reward, the weighted sum of the functions, that counts as a success in the logs"
+        )
         answer: Callable[..., Any] | None = param(
             None, "function answer(text) -> answer or None, to count answers; none: the text"
         )

@@ -72,7 +72,9 @@ class DifficultySlices(Method):
         own_share: float = param(0.5, "share of a batch's prompts that are of the head's own slice", ge=0, le=1)
         refresh: int = param(10, "number of batches between two sortings", ge=1, only_if=WITHOUT_COLUMN)
         decay: float = param(1.0, "share of older outcomes that a visit leaves", ge=0, le=1, only_if=WITHOUT_COLUMN)
-        success_threshold: float = param(0.5, "lowest reward that counts as a success", only_if=WITHOUT_COLUMN)
+        success_threshold: float = param(
+            0.5, "lowest reward, the weighted sum of the functions, that counts as a success", only_if=WITHOUT_COLUMN
+        )
 
         def check(self) -> None:
             if self.head >= self.heads:

@@ -55,7 +55,9 @@ class Vade(Method):
         score: Literal["p(1-p)^2", "p(1-p)"] = param("p(1-p)^2", "value that ranks the draws")
         success: Literal["threshold", "clipped_sum"] = param("threshold", "rule that turns a reward into a success")
         success_threshold: float = param(
-            0.5, "lowest reward that counts as a success", only_if={"success": "threshold"}
+            0.5,
+            "lowest reward, the weighted sum of the functions, that counts as a success",
+            only_if={"success": "threshold"},
         )
 
         def check(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_plugins.core.rollouts import Plan
+from rl_plugins.core.version import full_version
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.rounds import in_rounds, most_in_rounds
 from rl_plugins.runtime.stack import MethodStack
@@ -29,18 +30,20 @@ def print_versions(names: Sequence[str], brief: bool) -> dict[str, tuple[str, st
     states = {name: package_state(name) for name in names}
     if brief:
         there = [f"{name} {version}" for name, (version, state) in states.items() if state != "missing"]
-        ours, python = importlib.metadata.version("rl-plugins"), platform.python_version()
+        ours, python = full_version(), platform.python_version()
         print(f"Versions: {', '.join((f'rl-plugins {ours}', f'python {python}', *there, f'CUDA {_devices(states)}'))}")
         return states
-    print("Versions")
-    print(f"  {'rl-plugins':<15}{importlib.metadata.version('rl-plugins')}")
-    print(f"  {'python':<15}{platform.python_version():<15}allowed {wanted('python')}")
+    ours, python = full_version(), platform.python_version()
+    rows = [("Versions", "installed", "allowed", "tested", ""), ("  rl-plugins", ours, "", "", "")]
+    rows.append(("  python", python, wanted("python"), ", ".join(ran("python")), ""))
     for name, (version, state) in states.items():
-        allowed = "" if bounds(name) == ("0", None) else f"allowed {wanted(name)}"
+        allowed = "" if bounds(name) == ("0", None) else wanted(name)
         if state == "missing":
             version, state = "-", f"not installed{f' (only for {ONLY_FOR[name]})' if name in ONLY_FOR else ''}"
-        print(f"  {name:<15}{version:<15}{allowed:<26}{state}".rstrip())
-    print(f"  {'CUDA':<15}{_devices(states)}")
+        rows.append((f"  {name}", version, allowed, ", ".join(ran(name)), state))
+    rows.append(("  CUDA", _devices(states), "", "", ""))
+    for what, version, allowed, tested, state in rows:
+        print(f"{what:<15}{version:<14}{allowed:<17}{tested:<26}{state}".rstrip())
     return states
 
 
@@ -72,11 +75,11 @@ def package_state(name: str) -> tuple[str, str]:
         if bounds(name) == ("0", None):
             return version, ""
         if not inside(name, version):
-            return version, f"untested (tested: {wanted(name)})"
+            return version, "not allowed"
         passed = ran(name)
         if not passed or number(version)[:2] in {number(v)[:2] for v in passed}:
             return version, "ok"
-        return version, f"ok, but the tests ran with {', '.join(passed)}"
+        return version, "ok, not tested"
     return "-", "missing"
 
 

@@ -210,6 +210,15 @@ def _early_run(read: Reader, settings: Settings) -> Run:
     return replace(known.run(), dataset_size=None)
 
 
+def has_critic(read: Reader) -> bool:
+    return bool(read("critic.enable", read("algorithm.adv_estimator") == "gae"))
+
+
+def tool_files(read: Reader) -> list[str]:
+    """Files of tools and interactions that the run's agent loops read."""
+    return [str(file) for name in TOOLS if (file := read(f"{ROLLOUT}.multi_turn.{name}"))]
+
+
 def _own_agent_loop(read: Reader, columns: Sequence[str] | None) -> bool:
     """Whether an agent loop of the user's, or one of verl's with several turns, makes rollouts."""
     named = read("actor_rollout_ref.rollout.agent.default_agent_loop", SINGLE_TURN) != SINGLE_TURN
@@ -557,8 +566,7 @@ def _waves_as_groups(stack: MethodStack, read: Reader) -> str:
 
 def _critic_of_other_returns(stack: MethodStack, read: Reader) -> str:
     changing = ("plan", "select", "advantages", "shape")
-    critic = read("critic.enable", read("algorithm.adv_estimator") == "gae")
-    if not critic or not stack.claimed(*changing):
+    if not has_critic(read) or not stack.claimed(*changing):
         return ""
     return (
         f"{_names(stack, *changing)} changes rows or advantages, and the critic would be trained on returns that "
@@ -660,13 +668,13 @@ def _distillation(stack: MethodStack, read: Reader) -> str:
     return f"{names}: methods are not served together with distillation, which has a loss of its own. Set it off."
 
 
-def _untested_engine(stack: MethodStack, read: Reader) -> str:
+def untested_engine(stack: MethodStack, read: Reader) -> str:
     strategy = read(f"{ACTOR}.strategy")
     if strategy in TESTED_ENGINES or untested_allowed():
         return ""
     return (
         f"{ACTOR}.strategy={strategy} was never run with rl-plugins; tested: "
-        f"{', '.join(TESTED_ENGINES)}. Use one of those, or set RL_PLUGINS_ALLOW_UNTESTED=1 to try."
+        f"{', '.join(TESTED_ENGINES)}. Use one of those (model_engine=dp), or set RL_PLUGINS_ALLOW_UNTESTED=1 to try."
     )
 
 
@@ -696,7 +704,7 @@ REFUSED: tuple[Rule, ...] = (
     _reward_model_scores_again,
     _teacher_is_the_reference,
     _distillation,
-    _untested_engine,
+    untested_engine,
     _no_hybrid_engine,
 )
 """Combinations that cannot be exact."""

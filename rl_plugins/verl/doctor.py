@@ -146,7 +146,7 @@ def _print_installation(brief: bool) -> Iterator[str]:
     if states["trl"][1] != "missing" and not brief:
         print(f"  TRL in the same environment: {_value_head(folder)}")
     if not brief:
-        print("\nUpstream changes in this verl (patches/README.md)")
+        print("\nOptional changes of verl, nothing to do (patches/README.md)")
     for name, there in _seams(folder).items() if not brief else ():
         print(f"  {name:<5}{'there' if there else 'not there':<11}{SEAMS[name]}")
     print_environment((*VARIABLES, POLICY, "VERL_USE_EXTERNAL_MODULES", "VERL_PLATFORM"), brief)
@@ -336,10 +336,10 @@ def _print_run(overrides: Sequence[str], own: Mapping[str, str]) -> list[str]:
     run.problems += host_config.problems(run.read, Path(verl_folder()))
     if settings is None and run.read("trainer.use_v1", True) and (unknown := start.unknown_mode(config)):
         run.problems.append(unknown)
-    if refused := host_config.check_of_verl(config):
-        run.problems.append(refused)
+    if not (stack and capabilities.untested_engine(stack, run.read)):  # that is told, and whose keys verl misses
+        run.problems += filter(None, [host_config.check_of_verl(config)])
     _look_at_dataset(run)
-    _look_at_reward(run)
+    _look_at_files(run)
     print("\nThe run")
     for what, text in _describe(run, settings):
         print(f"  {what:<18}{text}")
@@ -381,14 +381,15 @@ def _look_at_dataset(run: _Examined) -> None:
         )
 
 
-def _look_at_reward(run: _Examined) -> None:
+def _look_at_files(run: _Examined) -> None:
     path = run.read("reward.custom_reward_function.path")
-    if not path or str(path).startswith("pkg://"):
-        return
-    if not Path(str(path).removeprefix("file://")).exists():
+    if path and not str(path).startswith("pkg://") and not Path(str(path).removeprefix("file://")).exists():
         run.problems.append(
             f"reward.custom_reward_function.path={path} does not exist. Give the path of a Python file."
         )
+    for file in capabilities.tool_files(run.read):
+        if not Path(file).expanduser().is_file():
+            run.notes.append(f"The tools {file} are no file on this machine: they are not checked.")
 
 
 def _describe(run: _Examined, settings: Settings | None) -> Iterator[tuple[str, str]]:
@@ -400,12 +401,17 @@ def _describe(run: _Examined, settings: Settings | None) -> Iterator[tuple[str, 
     whose = ours if named in MODES and not legacy else "verl's own"
     yield "trainer", f"{'the legacy trainer (trainer.use_v1=False)' if legacy else named}: {_mode(read)}, {whose}"
     nodes, per_node = read("trainer.nnodes"), read("trainer.n_gpus_per_node")
-    rollout = "" if read.mode != "separate_async" else (
-        f"; rollouts on {read('actor_rollout_ref.rollout.nnodes')} x "
-        f"{read('actor_rollout_ref.rollout.n_gpus_per_node')} of their own"
-    )  # fmt: skip
+    rollout = ""
+    if read.mode == "separate_async":
+        own = [read(f"{capabilities.ROLLOUT}.{name}", 0) for name in ("nnodes", "n_gpus_per_node")]
+        rollout = f"; rollouts on {own[0]} x {own[1]} of their own"
+        if all(isinstance(n, int) for n in (nodes, per_node, *own)):
+            rollout += f", {nodes * per_node + own[0] * own[1]} together"
     yield "devices", f"{nodes} x {per_node} {read('trainer.device')}{rollout}"
-    yield "engines", f"{read('actor_rollout_ref.actor.strategy')} trains, {_rollout_engine(read)} generates"
+    critic = " with a critic" if capabilities.has_critic(read) else ""
+    yield "engines", f"{read(f'{capabilities.ACTOR}.strategy')} trains{critic}, {_rollout_engine(read)} generates"
+    if tools := capabilities.tool_files(read):
+        yield "tools", ", ".join(tools)
     yield "precision", _precision(run)
     if settings is not None:
         parts = ", ".join(f"{name} (weight {weight:g})" for name, weight in settings.rewards.items())

@@ -17,6 +17,8 @@ from rl_plugins.core.files import claim
 from rl_plugins.lab.compare import attribution, costs, report
 from rl_plugins.lab.compare.plan import Comparison
 from rl_plugins.lab.compare.runs import is_finished, run_all
+from rl_plugins.runtime.report import package_state
+from rl_plugins.runtime.tested import ALLOW_VARIABLE, inside, wanted
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,22 @@ def need_plots() -> None:
         raise ConfigError(
             "matplotlib is not installed, and the curves of the report are drawn with it. Nothing was trained. "
             f"Install it: {pip_command('plot')}"
+        )
+
+
+def need_host(host: str) -> None:
+    """Fails before anything is made if the host is not there, or of a version that is not allowed.
+
+    Raises:
+        ConfigError: so it is.
+    """
+    version, state = package_state(host)
+    if state == "missing":
+        raise ConfigError(f"{host} is not installed. Nothing was trained. Install it: {pip_command(host)}")
+    if not inside(host, version) and not os.environ.get(ALLOW_VARIABLE):
+        raise ConfigError(
+            f"{host} {version} is installed, and {wanted(host)} is allowed. Nothing was trained. Install one of those: "
+            f"{pip_command(host)}, or set {ALLOW_VARIABLE}=1 to try."
         )
 
 

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rl_plugins.cards.usage import needs_masked
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.files import claim
-from rl_plugins.lab.compare.comparison import RunOptions, need_plots, run
+from rl_plugins.lab.compare.comparison import RunOptions, need_host, need_plots, run
 from rl_plugins.lab.compare.plan import Comparison, Variant, make_plan, parse_variants
 from rl_plugins.lab.compare.runs import is_finished
 from rl_plugins.lab.compare.trl import Trl
@@ -31,6 +31,7 @@ def headline(options: RunOptions, long: bool) -> None:
     from rl_plugins.lab.demo.policy import policy_path
 
     need_plots()
+    need_host("trl")
     data, console = options.out / "data", Console()
     values = headline.config(policy_path().absolute(), data.absolute(), long)
     if not options.dry_run:
@@ -67,6 +68,7 @@ def demo_trl(methods: Sequence[str], options: RunOptions, long: bool) -> None:
     if flows.needed(names):
         _flows(variants, options, long, console)
         return
+    need_host("trl")
     if agents.needed(names):
         _agents(variants, options, long, console)
         return
@@ -179,6 +181,7 @@ def demo_verl(methods: Sequence[str], options: RunOptions, long: bool) -> None:
     from rl_plugins.lab.demo.policy import policy_path
 
     need_plots()
+    need_host("verl")
     variants = parse_variants(methods, options.baseline)
     names = _names(variants)
     if agents.needed(names):

@@ -42,7 +42,9 @@ class TrackerParams(MethodParams):
     value_column: str | None = param(
         None, "dataset column with the values before the first rollout; none: `initial_value` for all prompts"
     )
-    success_threshold: float = param(0.5, "reward above which a rollout is a success")
+    success_threshold: float = param(
+        0.5, "reward, the weighted sum of the functions, above which a rollout is a success"
+    )
 
     def check(self) -> None:
         if self.rho is None and self.rho_max < self.rho_min:
