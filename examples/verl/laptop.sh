@@ -20,7 +20,8 @@
 #
 # To resume: save with `-- trainer.save_freq=10`, then start again for more steps, with the same methods:
 #   STEPS=60 bash examples/verl/laptop.sh vade -- trainer.save_freq=10 trainer.resume_mode=auto
-# OUT/metrics.jsonl is of the last start; those of the starts before are kept as metrics-1.jsonl, metrics-2.jsonl.
+# OUT/metrics.jsonl (or VERL_FILE_LOGGER_PATH) is of the last start; those of the starts before are kept beside it as
+# metrics-1.jsonl, metrics-2.jsonl.
 set -euo pipefail
 
 methods=()
@@ -49,7 +50,7 @@ export OMP_NUM_THREADS=1 TQ_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # Ray would end the run where all programs of the machine together fill 95 % of its memory.
 export RAY_memory_monitor_refresh_ms=0
 # Nothing is downloaded or reported. verl's metrics go to a file, one JSON object per step.
-export HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 VERL_FILE_LOGGER_PATH="$out/metrics.jsonl"
+export HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 VERL_FILE_LOGGER_PATH="${VERL_FILE_LOGGER_PATH:-$out/metrics.jsonl}"
 
 # Trains the policy on demonstrations (once, 20 seconds), writes the data, and prints the settings of the run.
 "$python" -m rl_plugins.lab.demo.verl_data "$out" ${methods[@]+"${methods[@]}"} --steps "${STEPS:-40}" -- "$@" \
@@ -63,22 +64,26 @@ if [ "$dry" = 1 ]; then
 fi
 
 # verl's file logger begins its file again at every start, also at a resume.
-if [ -e "$out/metrics.jsonl" ]; then
+metrics=$VERL_FILE_LOGGER_PATH
+if [ -e "$metrics" ]; then
   n=1
-  while [ -e "$out/metrics-$n.jsonl" ]; do n=$((n + 1)); done
-  mv "$out/metrics.jsonl" "$out/metrics-$n.jsonl"
+  while [ -e "${metrics%.jsonl}-$n.jsonl" ]; do n=$((n + 1)); done
+  mv "$metrics" "${metrics%.jsonl}-$n.jsonl"
 fi
 
 # verl itself. Start-up takes most of a minute: seven processes import it.
 "$python" -m verl.trainer.main_ppo "${overrides[@]}"
 
-echo "Metrics: $out/metrics.jsonl. Held-out prompts answered exactly right, per evaluation:"
-"$python" - "$out/metrics.jsonl" << 'PYTHON'
+[ -e "$metrics" ] || exit 0 # trainer.logger without `file`
+echo "Metrics: $metrics"
+"$python" - "$metrics" << 'PYTHON'
 import json, sys
 
-for line in open(sys.argv[1]):
-    row = json.loads(line)
-    for name, value in row["data"].items():
-        if name.endswith("exact/mean@1"):
-            print(f"  step {row['step']:3d}  {value:.3f}")
+found = [
+    f"  step {row['step']:3d}  {value:.3f}"
+    for row in map(json.loads, open(sys.argv[1]))
+    for name, value in row["data"].items()
+    if name.endswith("exact/mean@1")
+]
+print("\n".join(["Held-out prompts answered exactly right, per evaluation:", *found] if found else ["No evaluation."]))
 PYTHON

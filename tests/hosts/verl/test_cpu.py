@@ -745,14 +745,17 @@ def test_the_server_reports_them(model):
     asyncio.run(run())
 
 
-def test_the_metrics_of_earlier_starts_are_kept(tmp_path):
-    """verl's file logger begins its file again at every start, also at a resume."""
-    python = tmp_path / "python"
+@pytest.mark.parametrize("own", ["", "mine.jsonl"])
+def test_the_metrics_of_earlier_starts_are_kept(own, tmp_path):
+    """verl's file logger begins its file again at every start, also at a resume. A path of the user's stays."""
+    python, out = tmp_path / "python", tmp_path / "out"
     python.write_text('#!/bin/bash\n[[ $* != *main_ppo* ]] || echo "$START" > "$VERL_FILE_LOGGER_PATH"\n')
     python.chmod(0o755)
     script = Path(__file__).parents[3] / "examples" / "verl" / "laptop.sh"
+    file = tmp_path / own if own else out / "metrics.jsonl"
+    named = {"VERL_FILE_LOGGER_PATH": str(file) if own else ""}
     for start in ("first", "second", "third"):
-        environment = {**os.environ, "OUT": str(tmp_path / "out"), "PYTHON": str(python), "START": start}
+        environment = {**os.environ, **named, "OUT": str(out), "PYTHON": str(python), "START": start}
         subprocess.run(["bash", str(script)], env=environment, check=True, capture_output=True)
-    found = [(tmp_path / "out" / f"{name}.jsonl").read_text().strip() for name in ("metrics-1", "metrics-2", "metrics")]
+    found = [file.with_stem(f"{file.stem}{end}").read_text().strip() for end in ("-1", "-2", "")]
     assert found == ["first", "second", "third"]
