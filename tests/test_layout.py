@@ -67,7 +67,7 @@ def test_the_first_pages_import_public_modules_only() -> None:
     named = {
         (page.name, module)
         for page in pages
-        for module in re.findall(r"from (rl_plugins[\w.]*) import", page.read_text(encoding="utf-8"))
+        for module in re.findall(r"from (rl_plugins\b[\w.]*) import", page.read_text(encoding="utf-8"))
     }
     assert len(named) > 10
     assert not {(page, module) for page, module in named if module not in PUBLIC and ".methods." not in module}

@@ -72,7 +72,7 @@ def test_the_page_of_the_host_lists_every_change(adapter: str) -> None:
     """`make site` puts the table there. What is said to end a change exists, and so does what makes it."""
     pytest.importorskip(adapter)
     root = ROOT.parent
-    page = (root / "docs" / f"{adapter}.md").read_text(encoding="utf-8")
+    page = (root / "docs" / f"{adapter}_details.md").read_text(encoding="utf-8")
     changes = importlib.import_module(f"rl_plugins.{adapter}.changes").CHANGES
     shown = with_changes(adapter, page)
     assert all(cell in shown for change in changes for cell in (change.what, change.why))
