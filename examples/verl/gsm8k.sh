@@ -11,7 +11,7 @@
 # gsm8k-run), PYTHON (default python). Further words are overrides of verl's config, the last one of a key counts:
 #   bash examples/verl/gsm8k.sh data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=64
 #
-# Needs: pip install ".[verl]" vllm flash-attn
+# Needs: pip install -c constraints.txt ".[verl]" vllm flash-attn
 set -euo pipefail
 
 dry=0

@@ -12,7 +12,7 @@
 # (default python). Further words are overrides of verl's config, the last one of a key counts:
 #   bash examples/verl/reasoning_gym.sh actor_rollout_ref.actor.optim.lr=1e-5
 #
-# Needs: pip install ".[verl]" vllm flash-attn reasoning-gym drawsvg
+# Needs: pip install -c constraints.txt ".[verl]" vllm flash-attn reasoning-gym drawsvg
 set -euo pipefail
 
 dry=0

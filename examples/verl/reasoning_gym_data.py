@@ -6,7 +6,7 @@
 hundred more tasks; name yours in TASKS with the settings of its dataset, and keep those that your model solves
 sometimes.
 
-Needs: pip install ".[verl]" reasoning-gym drawsvg
+Needs: pip install -c constraints.txt ".[verl]" reasoning-gym drawsvg
 """
 
 from __future__ import annotations
