@@ -397,11 +397,13 @@ def _client_drops_top_logprobs(stack: MethodStack, read: Reader) -> str:
 
 
 def _one_turn(stack: MethodStack, read: Reader) -> str:
-    if stack.claimed("rollout") or _own_agent_loop(read, dataset_columns(read) or ["agent_name"]):
+    columns = dataset_columns(read)
+    if stack.claimed("rollout") or _own_agent_loop(read, columns):
         return ""
+    unread = " (data.train_files cannot be read here, so a column `agent_name` in it is not known)"
     return (
-        "every completion is one turn of single_turn_agent. Use an agent loop with several turns "
-        f"({ROLLOUT}.agent.default_agent_loop), or name a method that plays one (turn_control)."
+        f"every completion is one turn of single_turn_agent{unread if columns is None else ''}. Use an agent loop with "
+        f"several turns ({ROLLOUT}.agent.default_agent_loop), or name a method that plays one (turn_control)."
     )
 
 

@@ -666,6 +666,11 @@ def test_turns_need_an_agent_loop_that_has_some(tmp_path: Path) -> None:
         prepare(config(*turning, table(a=1)))
     prepare(config(*turning, table(a=1), "actor_rollout_ref.rollout.agent.default_agent_loop=mine"))
     prepare(config(*turning, table(agent_name="tool_agent")))
+    for mode in ("sync", "colocate_async"):  # a file that is not here may have the column or not
+        unread = [*turning, "data.train_files=elsewhere.parquet", f"trainer.v1.trainer_mode=rl_plugins_{mode}"]
+        with raises(ConfigError, match="agent_name"):
+            prepare(config(*unread))
+        prepare(config(*unread, "actor_rollout_ref.rollout.agent.default_agent_loop=mine"))
 
 
 def test_prompts_with_agent_loops_of_their_own_are_refused() -> None:
