@@ -11,17 +11,28 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from rl_plugins import runtime
 from rl_plugins.cards.catalog import cards
 from rl_plugins.cards.claims import MEASURES
 from rl_plugins.cards.info import info
-from rl_plugins.cards.problems import ANSWERS
+from rl_plugins.cards.problems import ANSWERS, HOSTS, PROBLEMS
 from rl_plugins.cards.results import Result
 from rl_plugins.cards.usage import ASYNCHRONOUS, VERL_BASE, asynchronous_lines
+from rl_plugins.commands.cli import app
+from rl_plugins.commands.suggest import advice, shown
 from rl_plugins.runtime.stack import build_stack
 
 CARDS = {card.name: card for card in cards()}
 OPTIONS = {one.name: one for one in ANSWERS if one.kind == "option"}
+TEXTS = ("cost", "against", "watch")
+
+
+def info_of(name: str) -> str:
+    result = CliRunner().invoke(app, ["info", name])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout
 
 
 @pytest.mark.host
@@ -46,7 +57,7 @@ def test_lines_of_trl_build_its_config_or_run(tmp_path):
         if re.match(r"from |GRPOTrainer\(", line):
             exec(line, dict(given))  # names that TRL does not have, and arguments it does not take, raise here
             continue
-        values = yaml.safe_load(f"{{{line}}}")
+        values = yaml.safe_load(line)
         trl.ModelConfig(**{k: v for k, v in values.items() if k in of_model})
         ahead = bool(set(values) & (of_async - of_grpo))
         config = (AsyncGRPOConfig if ahead else trl.GRPOConfig)(
@@ -55,6 +66,60 @@ def test_lines_of_trl_build_its_config_or_run(tmp_path):
         if "stale" in one.problems and not set(values) <= of_grpo & of_async:
             assert ("AsyncGRPOConfig" if ahead else "GRPOTrainer") in one.does, one.name
         assert all(getattr(config, k) == v for k, v in values.items() if k not in of_model), one.name
+
+
+def test_lines_of_yaml_can_be_pasted():
+    """A key a line, and no number that YAML reads as a text, as 1e-6."""
+    lines = {one.name: one.use["trl"] for one in OPTIONS.values() if "trl" in one.use}
+    pasted = {name: line for name, line in lines.items() if not re.match(r"from |GRPOTrainer\(", line)}
+    assert len(pasted) > 20
+    for name, line in pasted.items():
+        values = yaml.safe_load(line)
+        assert len(values) == len(line.splitlines()) and all(re.match(r"\w+: ", key) for key in line.splitlines())
+        assert not [v for v in values.values() if isinstance(v, str) and re.match(r"[\d.]", v)], name
+
+
+def first_options() -> set[str]:
+    """Options among the answers that `suggest` shows first of a problem."""
+    of = [advice.suggestion(key, (), advice.Asked(host)).found for key in PROBLEMS for host in HOSTS]
+    return {one.name for found in of for one in found[: shown.MOST] if one.name in OPTIONS}
+
+
+def test_options_that_are_shown_first_say_what_they_cost_when_not_and_where_their_work_shows():
+    assert len(first_options()) > 10
+    for name in first_options():
+        text = info_of(name)
+        assert all(told and f"\n  {told}." in text for told in map(partial(getattr, OPTIONS[name]), TEXTS)), name
+
+
+@pytest.mark.host
+def test_logs_to_watch_are_logged_by_a_host():
+    """Each part of a name is in the source of the host, or in ours for what the adapters log."""
+    import trl
+    import verl
+
+    roots = [Path(trl.__file__).parent / part for part in ("trainer", "experimental/async_grpo")]
+    roots += [Path(verl.__file__).parent / part for part in ("trainer", "workers", "utils")]
+    roots += [Path(runtime.__file__).parents[1] / host for host in HOSTS]
+    source = "\n".join(file.read_text(encoding="utf-8") for root in roots for file in root.rglob("*.py"))
+    texts = [p.watch for p in PROBLEMS.values()] + [one.watch for one in OPTIONS.values()]
+    names = {name for text in texts for name in re.findall("`([^` ]+)`", text)} - {"rl_plugins.rewards", "eval_reward"}
+    assert len(names) > 25  # the trainers of transformers put `eval_` in front of `reward`
+    for name in names:
+        whole = re.escape(name).replace("NAME", r"\{\w+\}")
+        first, _, last = name.rpartition("/")
+        apart = f'"{last}"' in source and re.search(rf"[\"']{first}/[{{\"']", source)  # as in f"timing_s/{name}"
+        assert re.search(rf"[\"'/]{whole}", source) or apart, name
+
+
+def test_a_word_of_the_table_in_the_readme_finds_its_answer():
+    rows = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8").partition("| problem | first |")[2]
+    words = re.findall("`([^`]+)`", rows.partition("<!--")[0])
+    for word in words:
+        name = re.sub(r"rl-plugins (\S+).*", r"\1", word)
+        assert info_of(name), word
+    assert info_of("get_soft_overlong_punishment") == info_of("overlong_buffer")
+    assert info_of("algorithm.rollout_correction.bypass_mode") == info_of("bypass_mode")
 
 
 @pytest.mark.host

@@ -23,6 +23,7 @@ from rl_plugins.lab.pages.methods import slug
 from rl_plugins.runtime.card_file import card_file
 from rl_plugins.runtime.stack import build_stack
 
+TEXTS = ("use_when", "avoid_when", "cost", "about")
 ROOT = Path(__file__).parents[1]
 CARDS = {card.name: card for card in catalog.cards(catalog.plugins())}
 
@@ -153,9 +154,23 @@ def test_the_config_that_info_shows_takes_effect_in_trl(name):
     capabilities.check(stack, known, Seams.of(trl.GRPOTrainer), offered)
 
 
-def test_gigpo_is_shown_with_a_loop_that_plays_the_turns():
-    text = info(CARDS["gigpo"].found)
-    assert "methods: [turn_control, gigpo]" in text
+def test_no_text_of_a_card_sends_to_a_method_that_is_to_be_skipped():
+    """A text in which a name is marked as code speaks of that method. What goes with it says "(skip)" by itself."""
+    skip = {name for name, card in CARDS.items() if card.standing.word == "skip"}
+    for name, card in CARDS.items():
+        named = set(re.findall(r"`(\w+)`", " ".join([card.does, *(getattr(card.file, text) for text in TEXTS)])))
+        assert not named & skip - {name, *card.parts}, name
+    assert len(skip) > 10
+
+
+def test_what_another_method_brings_in_is_a_plain_loop():
+    """A method that reads turns gets a loop that plays them, and no limit of turns that nobody asked for."""
+    assert "methods: [turn_control, gigpo]" in info(CARDS["gigpo"].found)
+    for name, card in CARDS.items():
+        usage = usage_of(card.found, paper=False)
+        stack = build_stack(list(usage.methods), usage.params)
+        loops = [m for m in stack.methods if m.name == "turn_control"]
+        assert name == "turn_control" or all(m.params.strategy == "unlimited" for m in loops), name
     assert "a column `turns`" not in info(CARDS["turn_control"].found)
 
 

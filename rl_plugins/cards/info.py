@@ -50,7 +50,7 @@ def print_info(name: str, as_json: bool = False, everything: bool = True) -> Non
     Raises:
         ConfigError: no such name, or it cannot be used.
     """
-    other = next((answer for answer in ANSWERS if answer.name == name), None)
+    other = named(name)
     whole = everything or as_json
     if name in supervised.LOSSES:
         head, sections = _of_loss(supervised.card_of(name))
@@ -79,6 +79,14 @@ def print_together(names: Sequence[str], as_json: bool = False) -> None:
     print(json.dumps(together.plain(found), indent=2) if as_json else together.text(found))
 
 
+def named(name: str) -> Answer | None:
+    """The option, command or page of this name; else the one whose lines alone have it as a word."""
+    found = [answer for answer in ANSWERS if answer.name == name]
+    word = re.compile(rf"(?<![\w.]){re.escape(name)}(?![\w.])|(?<=\.){re.escape(name)}(?==)")
+    found = found or [answer for answer in ANSWERS if any(word.search(line) for line in answer.use.values())]
+    return found[0] if len(found) == 1 else None
+
+
 def _page(head: str, sections: Sections) -> str:
     return "\n\n".join([head, *(f"{title}\n{_indented(text)}" for title, text in sections)])
 
@@ -87,7 +95,10 @@ def _of_other(answer: Answer) -> tuple[str, Sections]:
     lines = {host: answer.use.get(host, "no such option") for host in HOSTS}
     use = [("How to use", lines["trl"])] if len(set(lines.values())) == 1 else list(lines.items())
     problems = _listed(PROBLEMS[p].title for p in answer.problems)
-    return f"{answer.name}: {answer.does}.", [*use, *([("Problems it answers", problems)] if problems else [])]
+    texts = {"Not when": answer.against, "What it costs": answer.cost, "Watch": answer.watch}
+    told = [(title, f"{text}." if text else "") for title, text in texts.items()]
+    sections = [*told, *use, ("Problems it answers", problems)]
+    return f"{answer.name}: {answer.does}.", [(title, text) for title, text in sections if text]
 
 
 def info_of_loss(card: supervised.SupervisedLoss) -> str:

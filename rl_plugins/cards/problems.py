@@ -24,11 +24,13 @@ class Problem:
     Attributes:
         title: heading of the page, e.g. "Groups without signal".
         seen: how it shows in a run, in one or two sentences.
+        watch: the logs that show whether an answer works.
         words: what users and logs call it, with semicolons between.
     """
 
     title: str
     seen: str
+    watch: str
     words: str
 
     @property
@@ -44,9 +46,11 @@ class Answer:
 
     Attributes:
         does: what it does, in one line.
-        use: host -> what to write in its config; of a command or a page the same for both.
+        use: host -> what to write in its config, a key a line; of a command or a page the same for both.
         problems: keys of `PROBLEMS` that it answers.
         words: what users and logs call it, with semicolons between.
+        cost, against, watch: of an option that is shown first for a problem: what it takes, when not to set it, and the
+            logs that show whether it works.
     """
 
     kind: Kind
@@ -55,11 +59,19 @@ class Answer:
     use: Mapping[str, str]
     problems: tuple[str, ...]
     words: str
+    cost: str = ""
+    against: str = ""
+    watch: str = ""
+
+    def in_line(self, host: str) -> str:
+        """Its keys in one line, where there is no room for a line each."""
+        return " and ".join(self.use[host].splitlines())
 
 
 def _answer(kind: Kind, name: str, told: Mapping[str, str | list[str]]) -> Answer:
     use = {host: str(line) for host in HOSTS if (line := told.get("use") or told.get(host))}
-    return Answer(kind, name, str(told["does"]), use, tuple(told.get("problems", ())), str(told["words"]))
+    texts = {field: str(told[field]).strip() for field in ("cost", "against", "watch") if field in told}
+    return Answer(kind, name, str(told["does"]), use, tuple(told.get("problems", ())), str(told["words"]), **texts)
 
 
 def said() -> list[tuple[str, tuple[str, ...]]]:

@@ -34,6 +34,8 @@ _FOR_SIGNAL: dict[str, dict[str, dict[str, Any]]] = {
     "several_rewards": {"verl": {"+rl_plugins.rewards.accuracy": 1, "+rl_plugins.rewards.format": 0.5}},
     "engine": {"verl": {"actor_rollout_ref.rollout.name": "hf_cpu"}},
 }
+# The method that plays agents where these need turns, with the parameters that make it the host's plain loop.
+_LOOP, _PLAIN = "turn_control", {"strategy": "unlimited"}
 # A whole line of verl, so that the doctor finds nothing missing in it. Files and model stand for the user's own.
 VERL_BASE: dict[str, Any] = {
     "data.train_files": "train.parquet",
@@ -247,6 +249,7 @@ def usage_of(found: type[Method] | Bundle, paper: bool = True, asynchronous: boo
     """
     parts = parts_of(found)
     helpers = [cls for name in _needed_beside(parts) for cls in parts_of(registry.load(name))]
+    plain = {cls.name: _PLAIN for cls in helpers if cls.name == _LOOP}
     everything = [*helpers, *parts]
     made = [example_of(cls) for cls in everything]
     options: dict[str, dict[str, Any]] = {host: {} for host in HOSTS}
@@ -268,15 +271,22 @@ def usage_of(found: type[Method] | Bundle, paper: bool = True, asynchronous: boo
         notes.append("Pass two or more reward functions: in TRL `reward_funcs`, in verl keys of the answer.")
     if "step_rewards" in signals:
         notes.append("Let a reward function return a list for a completion, one number per step.")
-    if any(cls.name == "turn_control" for cls in helpers):
-        notes.append("Leave out `turn_control` where the trainer plays the turns itself, with tools or an environment.")
+    if plain:
+        notes.append(
+            f"Leave out `{_LOOP}` where the host plays the turns: in TRL tools or an environment, in verl an agent loop, "
+            "which says of each turn what docs/verl_details.md#rollout-programs-and-turns shows."
+        )
     columns = sorted({s.partition(":")[2] for m in made for s in m.needs if s.startswith("column:")} - {"prompt"})
     brought = {name.removeprefix("column:") for m in made for name in m.brings}
     if set(columns) - brought:
         notes.append(f"The dataset needs the columns: {', '.join(c for c in columns if c not in brought)}.")
     return Usage(
         methods=tuple([cls.name for cls in helpers] + [found.name]),
-        params={cls.name: dict(e) for cls in everything if (e := card_file(cls).example_params)},
+        params={
+            cls.name: dict(e)
+            for cls in everything
+            if (e := {**card_file(cls).example_params, **plain.get(cls.name, {})})
+        },
         options=options,
         notes=tuple(notes),
         hosts=tuple(h for h in HOSTS if all(h in cls.hosts for cls in everything)),
@@ -294,7 +304,7 @@ def _needed_beside(parts: Sequence[type[Method]]) -> list[str]:
     known = [name for name in own if registry.origins_of(name)]
     if known:
         return known[:1]
-    return ["turn_control"] if {"turns", "redundancy"} & signals else []
+    return [_LOOP] if {"turns", "redundancy"} & signals else []
 
 
 def _own(key: str, value: Any) -> Any:

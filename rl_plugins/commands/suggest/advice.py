@@ -42,6 +42,7 @@ class Advice:
 
     Attributes:
         host: whose config lines are shown.
+        guessed: nobody said which.
         nearest: to the sentence, the nearest first.
         source: the logs that were read; None without logs.
         read: values of the logs in which no problem shows.
@@ -54,6 +55,7 @@ class Advice:
     source: RunLogs | None = None
     read: tuple[str, ...] = ()
     not_told: Mapping[str, str] = field(default_factory=dict)
+    guessed: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,13 @@ def from_text(text: str, asked: Asked) -> Advice:
     hits = search(text, asked.host)
     if not hits:
         raise ConfigError(f"{text!r} names no problem that is known. {known()}")
-    asked = replace(asked, host=asked.host or ("verl" if re.search(r"\bverl\b|main_ppo", text) else "trl"))
+    told = asked.host or ("verl" if re.search(r"\bverl\b|main_ppo", text) else None)
+    asked = replace(asked, host=told or "trl")
     keys = [h.name for h in hits[:NEAREST] if h.kind == "problem" and h.score >= CLOSE * hits[0].score]
     near = {h.name: h.score for h in hits if h.score >= CLOSE * hits[0].score}
     said = (f"{SAID}{text}",) if keys else ()  # else the problem is that of the nearest answer, not of the words
     found = tuple(suggestion(key, said, asked, near=near) for key in keys or hits[0].problems[:1])
-    return Advice(asked.host or "trl", found, tuple(hits[:NEAREST]))
+    return Advice(asked.host or "trl", found, tuple(hits[:NEAREST]), guessed=told is None)
 
 
 def from_logs(logs: RunLogs, asked: Asked) -> Advice:

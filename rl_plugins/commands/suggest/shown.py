@@ -35,8 +35,9 @@ def shown(advice: Advice) -> str:
         parts.append("No problem in\n" + "\n".join(f"  - {text}" for text in advice.read))
     if advice.not_told:
         parts.append("Could not be told from these logs\n" + "\n".join(_not_told(advice.not_told)))
-    if any(isinstance(one, Card) for s in advice.suggestions for one in s.found):
-        parts.append("`rl-plugins info METHOD`: when not, costs, parameters, lines to copy.")
+    more = "`rl-plugins info NAME`: when not, costs, lines to copy."
+    last = [more] * any(s.found for s in advice.suggestions) + ["For verl: --host verl."] * advice.guessed
+    parts += [" ".join(last)] if last else []
     return "\n\n".join(parts)
 
 
@@ -71,9 +72,7 @@ def _line(hit: Hit, host: str | None) -> str:
     elif isinstance(found, Card):
         told = f"{found.does}. Use: {found.use_when}"
     else:
-        told = (
-            f"{found.does}: {', or '.join(dict.fromkeys(line for h, line in found.use.items() if host in (None, h)))}"
-        )
+        told = f"{found.does}: {', or '.join(dict.fromkeys(found.in_line(h) for h in found.use if host in (None, h)))}"
     return f"{hit.kind} {hit.name}: {' '.join(told.split())}"
 
 
@@ -116,7 +115,9 @@ def _found(one: Problem | Card | Answer, suggestion: Suggestion | None, host: st
     if isinstance(one, Answer):
         where = host if host in one.use else next(iter(one.use))
         of = {"option": f"option of {where}", "elsewhere": "no answer here"}.get(one.kind, one.kind)
-        return "\n".join([*_wrapped("  ", f"{one.name}, {of}: {one.does}."), f"      use:     {one.use[where]}"])
+        bad = _wrapped("      against: ", one.against) if one.against else []
+        use = one.use[where].replace("\n", "\n" + " " * 15)
+        return "\n".join([*_wrapped("  ", f"{one.name}, {of}: {one.does}."), *bad, f"      use:     {use}"])
     lacks = suggestion.lacking.get(one.name) if suggestion else None
     good, against = for_and_against(one)
     meaning = f": {one.standing.meaning}" if one.standing.word in WORDS[:2] else ""

@@ -60,7 +60,7 @@ def index() -> str:
     text = [_SHORT + _contents()]
     for key, problem in PROBLEMS.items():
         by_word = {word: [c for c in answering(key, found) if c.standing.word == word] for word in WORDS}
-        text += [f"## {problem.title}", problem.seen]
+        text += [f"## {problem.title}", f"{problem.seen} Watch: {problem.watch}."]
         used = [
             (word, [c for c in by_word[word] if bool(c.promise) == later]) for later in (0, 1) for word in WORDS[:2]
         ]
@@ -113,7 +113,7 @@ def _others(problem: str) -> list[Answer]:
 def _other(answer: Answer) -> str:
     long = any(len(line) > LONGEST for line in answer.use.values())
     uses = [f"rl-plugins info {answer.name}"] if long else answer.use.values()
-    lines = dict.fromkeys(f"`{line}`" for line in uses)
+    lines = dict.fromkeys(" and ".join(f"`{key}`" for key in line.splitlines()) for line in uses)
     only = f" ({next(iter(answer.use))} only)" if len(answer.use) == 1 else ""
     return f"{answer.does}{only}: {' or '.join(lines)}"
 
