@@ -273,8 +273,8 @@ def usage_of(found: type[Method] | Bundle, paper: bool = True, asynchronous: boo
         notes.append("Let a reward function return a list for a completion, one number per step.")
     if plain:
         notes.append(
-            f"Leave out `{_LOOP}` where the host plays the turns: in TRL tools or an environment, in verl an agent loop, "
-            "which says of each turn what docs/verl_details.md#rollout-programs-and-turns shows."
+            f"Leave out `{_LOOP}` where the host plays the turns: in TRL tools or an environment, in verl an agent "
+            "loop, which says of each turn what docs/verl_details.md#rollout-programs-and-turns shows."
         )
     columns = sorted({s.partition(":")[2] for m in made for s in m.needs if s.startswith("column:")} - {"prompt"})
     brought = {name.removeprefix("column:") for m in made for name in m.brings}
