@@ -22,6 +22,7 @@ from rl_plugins.cards.results import Result
 from rl_plugins.cards.usage import ASYNCHRONOUS, VERL_BASE, asynchronous_lines
 from rl_plugins.commands.cli import app
 from rl_plugins.commands.suggest import advice, shown
+from rl_plugins.lab.pages import choose
 from rl_plugins.runtime.stack import build_stack
 
 CARDS = {card.name: card for card in cards()}
@@ -113,8 +114,8 @@ def test_logs_to_watch_are_logged_by_a_host():
 
 
 def test_a_word_of_the_table_in_the_readme_finds_its_answer():
-    rows = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8").partition("| problem | first |")[2]
-    words = re.findall("`([^`]+)`", rows.partition("<!--")[0])
+    page = choose.readme((Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8"))
+    words = re.findall("`([^`]*)`", page.partition("| problem | first |")[2].partition("<!--")[0])
     for word in words:
         name = re.sub(r"rl-plugins (\S+).*", r"\1", word)
         assert info_of(name), word

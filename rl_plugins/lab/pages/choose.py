@@ -242,4 +242,4 @@ def _tried_first(key: str, found: Sequence[Card]) -> str:
 def _option(answer: Answer) -> str:
     """The name of the option in the first host that has it, without the section of the config it is in."""
     line = next(iter(answer.use.values()))
-    return re.split(r"[:=]|; ", line)[0].rpartition(".")[2].rpartition(" ")[2]
+    return re.split(r"[:=\n]", line)[0].rpartition(".")[2].rpartition(" ")[2]
