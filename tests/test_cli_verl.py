@@ -619,7 +619,7 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
         found = registry.load(name)
         if isinstance(found, Bundle) or "verl" not in catalog.hosts_of(found):
             continue
-        beside = ("turn_control",) if {"turn_limits", "redundancy"} & catalog.example_of(found).needs else ()
+        beside = ("turn_control",) if {"turns", "turn_limits", "redundancy"} & catalog.example_of(found).needs else ()
         params = {n: dict(card_file(n).example_params) for n in (*beside, name)}
         settings = Settings((*beside, name), params, rewards={"correctness": 1.0, "format": 0.5})
         served, why = [], []
