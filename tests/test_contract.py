@@ -297,6 +297,12 @@ def nan_leak(self, rollouts):
     return rollouts.reward - mean[index]
 
 
+def nan_lengths(self, rollouts):
+    groups, length = rollouts.groups, rollouts.length.double()
+    centered = rollouts.reward - groups.rows(groups.mean(rollouts.reward))
+    return torch.where(length > groups.rows(groups.mean(length)), 0.5 * centered, centered)
+
+
 def nan_counts(self, rollouts):
     filled = rollouts.reward.nan_to_num(nan=0.0)
     return filled - rollouts.groups.rows(rollouts.groups.mean(filled))
@@ -608,6 +614,7 @@ BROKEN = [
     (dict(advantages=ragged_shape), "one number per row"),
     (dict(advantages=nan_leak), "gives NaN to rows that have a reward"),
     (dict(advantages=nan_counts), "change when unscorable rows"),
+    (dict(advantages=nan_lengths), "change when unscorable rows"),
     (dict(advantages=no_epsilon), "groups of equal rewards"),
     (dict(advantages=best_of_none), "[every row left]"),
     (dict(advantages=equal_groups), "is invalid for input of size"),

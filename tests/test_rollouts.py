@@ -57,6 +57,8 @@ def test_each_rollout_once_equals_a_loop(rollouts, seed):
 
 
 def test_a_rollout_of_one_row_is_that_row():
+    of_lists = make_rollouts([1.0, 0.0], group_size=2, length=[2, 4], truncated=[True, False])
+    assert of_lists.groups.mean(of_lists.length).tolist() == [3.0] and of_lists.truncated.dtype == torch.bool
     made = make_rollouts([1.0, 0.0, math.nan, 0.5], group_size=2)
     assert torch.equal(made.per_rollout.last, torch.arange(4)) and made.per_rollout.rows.index.tolist() == [0, 1, 2, 3]
     assert (

@@ -136,7 +136,9 @@ def standing_of(name: str, parts: tuple[str, ...]) -> Standing:
         other = ", by another measure" * bool(of and of.keys() <= more.keys())
         brief_against += [f"a step makes {head} in {len(of)} of {acts} simulations{other}"] * bool(of)
     brief_good = [f"helped in small runs: {'; '.join(dict.fromkeys(brief['helped']))}"] * bool(helped)
-    brief_good += [f"a step makes more progress than GRPO's in {len(more)} of {acts} simulations"] * bool(more)
+    brief_good += [
+        f"a step makes more progress than GRPO's and host options' in {len(more)} of {acts} simulations"
+    ] * bool(more)
     told_against = [*harm, *matched, *lost, *unmet]
     against = (*told_against, *(f"{head} in {len(of)} of {acts} worlds" for head, of in counts.items() if of))
     good = _sentences({"Helped: ": helped, "A step makes more progress than GRPO's in ": list(more.values())})

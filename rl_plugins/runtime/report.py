@@ -43,7 +43,7 @@ def print_versions(names: Sequence[str], brief: bool) -> dict[str, tuple[str, st
         rows.append((f"  {name}", version, allowed, ", ".join(ran(name)), state))
     rows.append(("  CUDA", _devices(states), "", "", ""))
     for what, version, allowed, tested, state in rows:
-        print(f"{what:<15}{version:<14}{allowed:<17}{tested:<26}{state}".rstrip())
+        print(f"{what:<16}{version:<14}{allowed:<17}{tested:<26}{state}".rstrip())
     return states
 
 

@@ -77,7 +77,7 @@ def make_rollouts(
     Args:
         rewards: (rows,) one reward function, or (rows, functions); NaN = None.
         group: group number per row; default contiguous groups of `group_size`.
-        lengths: tokens per row; default 1, 2, 3, 4, 1, ..
+        lengths: tokens per row, `length` of the rollouts; default 1, 2, 3, 4, 1, ..
         prompt_index: default the group number.
     """
     rewards = torch.as_tensor(rewards, dtype=torch.float64)
@@ -103,6 +103,9 @@ def make_rollouts(
         version=torch.zeros(n, dtype=torch.int64),
         batch=0,
     )
+    for name, value in changes.items():
+        if isinstance(values.get(name), torch.Tensor):  # a list, too
+            changes[name] = torch.as_tensor(value, dtype=values[name].dtype)
     return Rollouts(**{**values, **changes})
 
 

@@ -36,7 +36,7 @@ def shown(advice: Advice) -> str:
     if advice.not_told:
         parts.append("Could not be told from these logs\n" + "\n".join(_not_told(advice.not_told)))
     more = "`rl-plugins info NAME`: when not, costs, lines to copy."
-    last = [more] * any(s.found for s in advice.suggestions) + ["For verl: --host verl."] * advice.guessed
+    last = [more] * any(s.found for s in advice.suggestions) + ["For verl: `suggest --host verl`."] * advice.guessed
     parts += [" ".join(last)] if last else []
     return "\n\n".join(parts)
 

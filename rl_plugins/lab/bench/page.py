@@ -100,8 +100,8 @@ def headline() -> str:
     return "\n".join(
         [
             f"{claims} claims of papers, {told['runs']} runs of a small policy beside GRPO and host options:\n",
-            f"- **helped** ({len(of['helps'])}): {named('helps')}",
-            f"- **did harm** ({len(of['harmful'])}): {named('harmful')}",
+            f"- **helped** ({len(of['helps'])} claims): {named('helps')}",
+            f"- **did harm** ({len(of['harmful'])} claims): {named('harmful')}",
             f"- **no gain, or none over host options** ({len(of['host'] + of['within'])})",
             f"- **undecided** ({undecided})",
             f"\nBy chance alone {claims / 40:.1f} would help. [The bench](docs/bench.md) says how.",

@@ -42,7 +42,13 @@ def headline(options: RunOptions, long: bool) -> None:
     comparison = make_plan(_host(values), headline.VARIANTS, options.seeds, options.out, notes=notes)
     if not long and not options.dry_run:
         waiting = sum(not is_finished(planned) for planned in comparison.runs)
-        console.print(f"{waiting} runs of about {headline.SECONDS} s each on two idle cores.", highlight=False)
+        minutes = waiting * headline.SECONDS / options.jobs / 60
+        console.print(
+            f"{waiting} runs, {options.jobs} at a time: about {minutes:.0f} minutes on two idle cores."
+            if waiting
+            else "All runs were finished before; the report is made again.",
+            highlight=False,
+        )
     run(
         comparison,
         headline.METRICS,

@@ -54,6 +54,9 @@ def check_unscorable(kit: Kit) -> bool:
         return False
     rewards = torch.tensor([0.9, NAN, 0.1, 0.4, NAN, 0.2, 0.3, NAN, 0.8, 0.7, NAN, 0.6, 0.5, 0.0, 0.25, 0.65])
     rollouts = kit.rollouts(rewards)
+    if rollouts.turns is None and rollouts.step_rewards is None:  # lengths that show in any statistic of lengths
+        longer = torch.where(torch.isnan(rewards), 9 * rollouts.length, rollouts.length)
+        rollouts = rollouts.replace(length=longer)
     found = []
     with kit.at("partly NaN groups"):
         for rows in (rollouts, rollouts.subset(~torch.isnan(rollouts.reward))):
