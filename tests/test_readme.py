@@ -1,4 +1,4 @@
-"""The README's examples, and verl's command on its page, run as printed; the example configs are ones that take effect."""
+"""The README's examples and verl's command on its page run as printed; the example configs take effect."""
 
 from __future__ import annotations
 
