@@ -389,6 +389,22 @@ def test_the_oldest_batches_leave(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path / "trace" / "batches")) == 6, "summaries stay"
 
 
+def test_a_run_takes_out_what_another_wrote_from_its_first_batch_on(tmp_path: Path) -> None:
+    """A shorter run in the same folder, and one that is resumed, are not shown with batches of before."""
+
+    def run(batches: range, *methods: Method) -> list[int]:
+        stack = started(tmp_path, *methods)
+        for number in batches:
+            traced(stack, number, rows=4)
+        return sorted(int(path.stem[-8:]) for path in (tmp_path / "trace" / "rollouts").iterdir())
+
+    assert run(range(5)) == [0, 1, 2, 3, 4]
+    assert run(range(3, 4)) == [0, 1, 2, 3]
+    assert run(range(2)) == [0, 1]
+    for table in ("batches", "tokens"):
+        assert not [path for path in (tmp_path / "trace" / table).iterdir() if int(path.stem[-8:]) > 1]
+
+
 def test_a_write_that_fails_is_told_and_ends_nothing(tmp_path: Path, caplog: Any) -> None:
     run = make_run(chat=Letters(), total_batches=3)
     stack = started(tmp_path, run=run)

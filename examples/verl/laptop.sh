@@ -18,7 +18,7 @@
 # So runs of this script have different rewards; `rl-plugins demo --host verl METHOD` compares under equal ones.
 # OUT/overrides.txt has all overrides, also those that a CPU needs (docs/verl_cpu.md).
 #
-# To resume: save with `-- trainer.save_freq=10`, then start again for more steps, with the same methods:
+# To resume: save with `-- trainer.save_freq=10`, then start again for more steps:
 #   STEPS=60 bash examples/verl/laptop.sh vade -- trainer.save_freq=10 trainer.resume_mode=auto
 # OUT/metrics.jsonl (or VERL_FILE_LOGGER_PATH) is of the last start; those of the starts before are kept beside it as
 # metrics-1.jsonl, metrics-2.jsonl.

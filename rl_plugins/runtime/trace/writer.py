@@ -1,7 +1,8 @@
 """Writes a traced batch, in a thread of its own, so that training does not wait for it.
 
 A batch is a few files, each written under another name first and then renamed: a run that is killed leaves whole files.
-A run that goes on from a checkpoint writes the batches it makes again over those of before.
+Files of the first batch that is written, and of later ones, are of another run, or of this one before it was resumed.
+They leave first.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Writer:
         self._chat = copy.deepcopy(run.chat)
         self._pool = ThreadPoolExecutor(1, "rl-plugins-trace")
         self._pending: Future[None] | None = None
+        self._begun = False
         self._texts: dict[int, str] = {}
         for name in TABLES:
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -86,6 +88,9 @@ class Writer:
         read = Read(batch, self.host)
         records = row_records(read, self._decoded)
         number = batch.rollouts.batch
+        if not self._begun:
+            self._begun = True
+            self._take_out(number)
         new = self._new_tokens(records)
         self._put("tokens", number, pa.Table.from_pylist(new, schema.TOKENS))
         self._put("rollouts", number, pa.Table.from_pylist(records, schema.ROLLOUTS))
@@ -93,6 +98,13 @@ class Writer:
         self._put("batches", number, pa.Table.from_pylist([summary], schema.BATCHES))
         self._thin()
         self._table = table_rows(records[: self._in_table])
+
+    def _take_out(self, number: int) -> None:
+        """The batches from this one on."""
+        for table in TABLES:
+            for path in self._files(table):
+                if int(_NUMBER.fullmatch(path.name)[1]) >= number:  # type: ignore[index]
+                    path.unlink()
 
     def _put(self, table: str, number: int, content: pa.Table) -> None:
         path = self.folder / table / f"batch-{number:08d}.parquet"
