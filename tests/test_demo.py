@@ -144,6 +144,17 @@ def test_without_matplotlib_nothing_is_trained(words, tmp_path, monkeypatch):
     assert "Nothing was trained" in result.output and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("words", [["demo"], ["demo", "minpro"], ["demo", "--host", "verl"]])
+@pytest.mark.parametrize("state", [("-", "missing"), ("0.1", "not allowed")])
+def test_without_its_host_the_demo_makes_nothing(words, state, tmp_path, monkeypatch):
+    """It looks before the warm start, in place of runs that all end with a traceback."""
+    monkeypatch.setattr(comparisons, "package_state", lambda name: state)
+    monkeypatch.setenv("RL_PLUGINS_CACHE", str(tmp_path / "cache"))
+    result = CliRunner().invoke(cli.app, [*words, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2 and pip_command("verl" if "verl" in words else "trl") in result.output
+    assert "Nothing was trained" in result.output and not list(tmp_path.iterdir())
+
+
 @pytest.mark.long
 @pytest.mark.host
 def test_gdpo_learns_the_small_reward_and_grpo_does_not(tmp_path):
