@@ -93,12 +93,18 @@ def print_run(
     if idle := capabilities.without_effect(stack, known.args):
         print(f"  host options without effect: {', '.join(idle)}")
     _print_batch(stack, known, processes, found, plans=not refused)
-    wanted = saved.wanted_of(known.args.resume_from_checkpoint)
-    if wanted and not refused:
+    if not refused:
+        _print_resume(saved.wanted_of(known.args.resume_from_checkpoint), stack, known, processes, found)
+    return found.problems
+
+
+def _print_resume(
+    wanted: str | bool | None, stack: MethodStack, known: capabilities.KnownRun, processes: int, found: Findings
+) -> None:
+    if wanted:
         print("\nResume", flush=True)
         with told(found.problems):
             _look_at_checkpoint(wanted, stack, known, processes)
-    return found.problems
 
 
 def _look_at_checkpoint(wanted: str | bool, stack: MethodStack, known: capabilities.KnownRun, processes: int) -> None:
@@ -140,19 +146,28 @@ def print_script(script: Path, words: Sequence[str]) -> list[str]:
     """
     print(f"\nRunning {script} up to `train()`", flush=True)
     found = Findings()
-    trainer: Any = None
+    at: _AtTrain | None = None
     made: list[Path] = []
-    with told(found.problems), _noting_folders(made):
-        trainer = _trainer_of(script, words)
-    if trainer is not None:
-        _remove_empty(made, Path(trainer.args.output_dir).absolute())
-    if trainer is None:
-        return found.problems
+    with _noting_folders(made):
+        with told(found.problems):
+            at = _called_train(script, words)
+        if at is not None:
+            _print_trainer(at.trainer, at.resume, found)
+    if at is not None:
+        _remove_empty(made, Path(at.trainer.args.output_dir).absolute())
+    return found.problems
+
+
+def _print_trainer(trainer: Any, wanted: str | bool | None, found: Findings) -> None:
+    """
+    Args:
+        wanted: what the script resumes from.
+    """
     print(f"\nStopped at `train()` of {type(trainer).__qualname__}")
     stack = getattr(trainer, "methods", None)
     if not stack:
         print("  No methods are named: the run is TRL's own.")
-        return found.problems
+        return
     known = replace(capabilities.known_of(trainer), total_steps=None)  # TRL counts them later
     if known.size and (problem := capabilities.too_few_prompts(known.args, known.size)):
         found.problems.append(problem)
@@ -163,7 +178,7 @@ def print_script(script: Path, words: Sequence[str]) -> list[str]:
             "script sets generation_batch_size."
         )
     _print_batch(stack, known, processes, found, plans=True)
-    return found.problems
+    _print_resume(wanted, stack, known, processes, found)
 
 
 @contextlib.contextmanager
@@ -191,16 +206,16 @@ def _remove_empty(made: Sequence[Path], output: Path) -> None:
 class _AtTrain(BaseException):
     """Stops a script; no `except Exception` of it holds this up."""
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Any, resume: str | bool | None) -> None:
+        self.trainer, self.resume = trainer, resume
 
 
-def _trainer_of(script: Path, words: Sequence[str]) -> Any:
-    """The trainer whose `train` a script calls first."""
+def _called_train(script: Path, words: Sequence[str]) -> _AtTrain:
+    """The trainer whose `train` a script calls first, and what it resumes from."""
 
     @functools.wraps(transformers.Trainer.train)  # whose parameters `compat` checks
-    def stop(trainer: Any, *args: Any, **kwargs: Any) -> None:
-        raise _AtTrain(trainer)
+    def stop(trainer: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> None:
+        raise _AtTrain(trainer, resume_from_checkpoint)
 
     if not script.is_file():
         raise ConfigError(f"--script {shown(str(script))} is no file. Give the path of a Python script.")
@@ -209,7 +224,7 @@ def _trainer_of(script: Path, words: Sequence[str]) -> Any:
         try:
             runpy.run_path(str(script), run_name="__main__")
         except _AtTrain as reached:
-            return reached.trainer
+            return reached
         except TypeError as e:
             ours = {f.name for f in fields(GRPOConfig)} - {f.name for f in fields(trl.GRPOConfig)}
             word = re.search(r"unexpected keyword argument '(\w+)'", str(e))

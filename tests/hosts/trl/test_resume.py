@@ -20,7 +20,8 @@ from rl_plugins import __version__
 from rl_plugins.core.errors import StateError
 from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.runtime.state import load_state, save_state
-from rl_plugins.trl.commands.doctor import print_run
+from rl_plugins.trl import GRPOConfig
+from rl_plugins.trl.commands.doctor import print_run, print_script
 
 pytestmark = pytest.mark.host
 
@@ -193,8 +194,27 @@ def test_the_doctor_says_what_a_resume_would_load_and_refuse(run_folder, capsys,
         problems = print_run(["--config", str(run_folder / "run.yaml")], None)
         return "\n".join(problems), capsys.readouterr().out + caplog.text
 
+    def of_script(**changes):
+        values = {
+            k: v for k, v in {**options, "trace": True, **changes}.items() if k in GRPOConfig.__dataclass_fields__
+        }
+        lines = [
+            "from rl_plugins.lab.demo.rewards import exact",
+            "from rl_plugins.lab.demo.tasks import build_dataset",
+            "from rl_plugins.trl import GRPOConfig, GRPOTrainer",
+            f"args = GRPOConfig(**{values})",
+            f"trainer = GRPOTrainer({options['model_name_or_path']!r}, exact, args, build_dataset(200, seed=1))",
+            "trainer.train(resume_from_checkpoint=True)",
+        ]
+        (run_folder / "mine.py").write_text("\n".join(lines))
+        caplog.clear()
+        problems = print_script(run_folder / "mine.py", [])
+        return "\n".join(problems), capsys.readouterr().out + caplog.text
+
     problems, text = told(["counter"])
     assert not problems and "checkpoint-3 (step 3" in text and "Loaded: state of `counter` (" in text
+    problems, text = of_script(methods=["counter"])
+    assert not problems and text.count("Loaded: state of `counter` (") == 1 and not (run_folder / "out/trace").exists()
     problems, text = told(["noop"], num_generations=4)
     assert not problems and "Dropped: state of `counter` (" in text and "4 prompts per optimizer step" in text
     assert "Dropped: state of `counter` (" in told([])[1]
