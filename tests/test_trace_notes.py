@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from cases import case_of
+from scipy import stats
 from test_contract import BUILT_IN
 from test_services import Server
 from test_trace import Letters, read
@@ -150,6 +151,7 @@ def test_a_sampler_says_what_it_knows_of_prompts(tmp_path: Path) -> None:
         for note in batch["prompts"]:
             values, i = by_name(note["values"]), note["prompt_index"]
             assert values["mean"] == pytest.approx(float(alpha[i] / (alpha[i] + beta[i])))
+            assert values["std"] == pytest.approx(stats.beta(float(alpha[i]), float(beta[i])).std())
             assert note["hook"] == "select_prompts" and note["method"] == "vade" and note["group"] is None
             assert 0 < values["drawn"] < 1 and values["std"] > 0
 

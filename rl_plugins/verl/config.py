@@ -115,7 +115,9 @@ def read_settings(config: Any, problems: list[str] | None = None) -> Settings | 
         "max_unrewarded_batches": lambda given: check_max_unrewarded_batches(
             MAX_UNREWARDED_BATCHES if given is None else given, "rl_plugins.max_unrewarded_batches"
         ),
-        "on_reward_error": lambda given: check_on_reward_error(given or STOP, "rl_plugins.on_reward_error"),
+        "on_reward_error": lambda given: check_on_reward_error(
+            STOP if given is None else given, "rl_plugins.on_reward_error"
+        ),
         "count_costs": lambda given: _switch("count_costs", given),
         "accept_changed_checkpoint": lambda given: _switch("accept_changed_checkpoint", given),
     }

@@ -171,3 +171,5 @@ def test_the_option_is_one_of_two() -> None:
     assert read_settings(compose(["+rl_plugins.on_reward_error=mask"])).on_reward_error == "mask"  # type: ignore[union-attr]
     with raises(ConfigError, match="skip"):
         read_settings(compose(["+rl_plugins.on_reward_error=skip"]))
+    with raises(ConfigError, match="on_reward_error"):
+        read_settings(compose(["+rl_plugins.on_reward_error=''"]))
